@@ -1,0 +1,102 @@
+"""Which implementation can take a call, and which one ``impl="auto"`` takes.
+
+The answer depends on dtype, H, G, D, options, device and strides alone, never on the number of sequences or on their
+lengths: a sequence gets the same arithmetic in training and in serving (contract, clause 9).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from gemattn.spec import IMPLS, AttentionSpec
+
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_KERNELS = ("tlx", "triton")
+"""In the order of preference of "auto" on CUDA tensors."""
+
+
+class UnsupportedError(NotImplementedError):
+    """A named implementation cannot take the call; the message lists every reason."""
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    if not _triton_installed():
+        return ["triton is not installed: pip install 'gemattn[triton]'"]
+    if device.type == "cuda":
+        major, minor = _capability(torch.cuda.current_device() if device.index is None else device.index)
+        return [] if major >= 8 else [f"needs compute capability 8.0 or newer, this GPU has {major}.{minor}"]
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return []
+        return ["runs on CUDA tensors, or on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1 before import)"]
+    return [f"runs on CUDA tensors, not on {device.type}"]
+
+
+def _triton_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
+    reasons = _device_reasons(query.device)
+    if query.dtype not in _KERNEL_DTYPES:
+        reasons.append(f"takes float32, float16 and bfloat16, not {str(query.dtype).removeprefix('torch.')}")
+    head_dim = query.shape[-1]
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        reasons.append(f"takes head sizes that are multiples of 8 from 16 to 256, not {head_dim}")
+    return reasons
+
+
+def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
+    return ["the TLX kernels are not part of this version"]
+
+
+def reasons(impl: str, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
+    """Why `impl` cannot take these (checked) arguments; empty when it can."""
+    if impl == "reference":
+        return []
+    if impl == "auto":
+        try:
+            choose(query, key, value, spec)
+        except UnsupportedError as error:
+            return [str(error)]
+        return []
+    return {"triton": _triton_reasons, "tlx": _tlx_reasons}[impl](query, key, value, spec)
+
+
+def choose(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str:
+    """What "auto" takes: on CPU the reference; on CUDA the best kernel that can, and the reference for float64 only."""
+    if query.device.type == "cpu" or query.dtype == torch.float64:
+        return "reference"
+    refusals = {impl: reasons(impl, query, key, value, spec) for impl in _KERNELS}
+    for impl, why in refusals.items():
+        if not why:
+            return impl
+    listed = "; ".join(f"{impl}: {', '.join(why)}" for impl, why in refusals.items())
+    raise UnsupportedError(f'no kernel takes this call ({listed}); impl="reference" takes it, slowly')
+
+
+def require(impl: str, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str:
+    """The implementation that runs; raises UnsupportedError when the one named cannot."""
+    if impl == "auto":
+        return choose(query, key, value, spec)
+    why = reasons(impl, query, key, value, spec)
+    if why:
+        raise UnsupportedError(f'impl="{impl}" cannot take this call: {"; ".join(why)}')
+    return impl
+
+
+def check_impl(impl: str) -> None:
+    """Raise ValueError for an unknown name."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}, wanted one of {', '.join(map(repr, IMPLS))}")

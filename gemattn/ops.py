@@ -1,0 +1,210 @@
+"""torch.library operators: schema, fake, autograd and FLOP formula of every implementation. Torch only.
+
+An implementation is two plain functions, `forward` and `backward` (see `gemattn.reference`); `_register` makes the
+operators ``gemattn::jagged_attention_<impl>`` and ``gemattn::jagged_attention_<impl>_backward`` of them. Their modules
+are imported when an operator first runs, so that registering needs neither Triton nor a GPU.
+"""
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from gemattn.reference import visible_range
+from gemattn.spec import AttentionSpec
+
+_MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton"}
+
+
+def _module(impl: str) -> ModuleType:
+    return importlib.import_module(_MODULES[impl])
+
+
+def _fake_out(query: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    rows = query.shape[0] if q_offsets is not None else query.shape[0] * (kv_offsets.shape[0] - 1)
+    out = query.new_empty(rows, query.shape[1], query.shape[2])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(query.shape[1], rows, dtype=dtype)
+
+
+def _register(impl: str) -> tuple[Any, Any]:
+    """The forward and the backward operator of one implementation."""
+    name = f"gemattn::jagged_attention_{impl}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        q_offsets: Tensor | None,
+        kv_offsets: Tensor,
+        schedule: Sequence[Tensor],
+        window_left: int,
+        window_right: int,
+        scale: float,
+        shared_query: bool,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor]:
+        spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
+        with torch.autocast(query.device.type, enabled=False):  # dtypes are settled: `gemattn.attention` has cast
+            return _module(impl).forward(query, key, value, q_offsets, kv_offsets, list(schedule), spec)
+
+    @forward.register_fake
+    def _(query, key, value, q_offsets, kv_offsets, *_):  # type: ignore[no-untyped-def]
+        return _fake_out(query, q_offsets, kv_offsets)
+
+    @torch.library.custom_op(f"{name}_backward", mutates_args=())
+    def backward(
+        dout: Tensor,
+        dlse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_offsets: Tensor | None,
+        kv_offsets: Tensor,
+        schedule: Sequence[Tensor],
+        window_left: int,
+        window_right: int,
+        scale: float,
+        shared_query: bool,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
+        with torch.autocast(query.device.type, enabled=False):
+            return _module(impl).backward(
+                dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, list(schedule), spec
+            )
+
+    @backward.register_fake
+    def _(dout, dlse, query, key, value, *_):  # type: ignore[no-untyped-def]
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, q_offsets, kv_offsets, schedule, *options = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, *output, q_offsets, kv_offsets, *schedule)
+        ctx.options = options
+
+    def call_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, out, lse, q_offsets, kv_offsets, *schedule = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        grads = backward(dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, *ctx.options)
+        return (*grads, None, None, [None] * len(schedule), None, None, None, None, None)
+
+    forward.register_autograd(call_backward, setup_context=setup_context)
+    _register_flops(impl)
+    return forward, backward
+
+
+def _pairs(query: Tensor, key: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor, window: tuple[int, int]) -> int:
+    """Visible (query, key) pairs of one head: true lengths for real tensors, the shapes' bound for fake ones."""
+    if isinstance(kv_offsets, torch._subclasses.FakeTensor) or kv_offsets.is_meta:
+        rows = query.shape[0] if q_offsets is not None else query.shape[0] * (kv_offsets.shape[0] - 1)
+        return rows * key.shape[0]
+    n_kv = kv_offsets.diff()
+    n_q = torch.full_like(n_kv, query.shape[0]) if q_offsets is None else q_offsets.diff().to(n_kv.dtype)
+    spec = AttentionSpec(1.0, *window)
+    sequence = torch.repeat_interleave(torch.arange(n_q.numel(), device=n_q.device), n_q)
+    i = torch.arange(sequence.numel(), device=n_q.device) - (n_q.cumsum(0) - n_q)[sequence]
+    lo, hi = visible_range(i, n_q[sequence], n_kv[sequence], spec)
+    return int((hi - lo).clamp(min=0).sum())
+
+
+def _register_flops(impl: str) -> None:
+    """Two products of 2 * D FLOPs a visible pair and head forward, five backward (the recomputed scores counted)."""
+
+    @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}"), get_raw=True)
+    def forward_flops(query, key, value, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__):  # type: ignore[no-untyped-def]
+        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
+        return 4 * query.shape[1] * query.shape[2] * pairs
+
+    @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}_backward"), get_raw=True)
+    def backward_flops(  # type: ignore[no-untyped-def]
+        dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__
+    ):
+        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
+        return 10 * query.shape[1] * query.shape[2] * pairs
+
+
+def _register_double_backward(backward: Any) -> None:
+    """The reference alone differentiates twice; through a kernel PyTorch's own "no formula" error is raised."""
+
+    @torch.library.custom_op("gemattn::jagged_attention_reference_double_backward", mutates_args=())
+    def double_backward(
+        ddq: Tensor,
+        ddk: Tensor,
+        ddv: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lse: Tensor,
+        q_offsets: Tensor | None,
+        kv_offsets: Tensor,
+        window_left: int,
+        window_right: int,
+        scale: float,
+        shared_query: bool,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
+        with torch.autocast(query.device.type, enabled=False):
+            return _module("reference").double_backward(
+                ddq, ddk, ddv, dout, dlse, query, key, value, lse, q_offsets, kv_offsets, spec
+            )
+
+    @double_backward.register_fake
+    def _(ddq, ddk, ddv, dout, dlse, query, key, value, lse, *_):  # type: ignore[no-untyped-def]
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dout, lse, query, key, value))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        dout, dlse, query, key, value, _out, lse, q_offsets, kv_offsets, schedule, *options = inputs
+        ctx.save_for_backward(dout, dlse, query, key, value, lse, q_offsets, kv_offsets)
+        ctx.tensors = len(schedule)
+        ctx.options = options
+
+    def call(ctx: Any, ddq: Tensor, ddk: Tensor, ddv: Tensor) -> tuple[Any, ...]:
+        g_dout, g_dlse, g_q, g_k, g_v = double_backward(ddq, ddk, ddv, *ctx.saved_tensors, *ctx.options)
+        g_dlse = g_dlse if ctx.saved_tensors[1] is not None else None
+        # out and lse are functions of query, key and value: through those their share is counted already.
+        return (g_dout, g_dlse, g_q, g_k, g_v, None, None, None, None, [None] * ctx.tensors, *[None] * 5)
+
+    backward.register_autograd(call, setup_context=setup_context)
+
+
+_OPERATORS = {impl: _register(impl) for impl in _MODULES}
+_register_double_backward(_OPERATORS["reference"][1])
+
+
+def call(
+    impl: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    schedule: Sequence[Tensor],
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """Run the operator of `impl`; arguments as `gemattn.attention` has checked them."""
+    return _OPERATORS[impl][0](
+        query,
+        key,
+        value,
+        q_offsets,
+        kv_offsets,
+        schedule,
+        spec.window_left,
+        spec.window_right,
+        spec.scale,
+        spec.shared_query,
+        spec.deterministic,
+    )
