@@ -17,6 +17,7 @@ from gemattn.kernels.schedule import Schedule, make_schedule
 
 __version__ = "0.1.0"
 
+_SUBMODULES = ("bench", "nn", "rec", "testing")
 _LAZY = {"JaggedAttention": "gemattn.nn", "SharedQueryPooling": "gemattn.nn", "JaggedTransformerBlock": "gemattn.nn"}
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"gemattn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_SUBMODULES])

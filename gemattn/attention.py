@@ -239,7 +239,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # others may not know autocast, and raise
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -274,7 +274,7 @@ def _check_offsets(
         if offsets.device != query.device:
             raise ValueError(f"{name} is on {offsets.device}, wanted query's device {query.device}")
         if os.environ.get("GEMATTN_CHECK") == "1":
-            _check_offset_values(name, offsets, rows)
+            check_offset_values(name, offsets, rows)
     if q_offsets is not None and q_offsets.shape[0] != kv_offsets.shape[0]:
         raise ValueError(
             f"q_offsets has {q_offsets.shape[0] - 1} sequences and kv_offsets {kv_offsets.shape[0] - 1}, wanted as many"
@@ -282,8 +282,8 @@ def _check_offsets(
     return q_offsets, kv_offsets
 
 
-def _check_offset_values(name: str, offsets: Tensor, rows: int) -> None:
-    """Under GEMATTN_CHECK=1: names the first bad sequence. Syncs."""
+def check_offset_values(name: str, offsets: Tensor, rows: int) -> None:
+    """Raise ValueError naming the first bad sequence of `offsets`, for GEMATTN_CHECK=1. Syncs."""
     values = offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}, wanted 0")

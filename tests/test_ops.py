@@ -1,7 +1,5 @@
 """The operators as PyTorch citizens: opcheck, compile, export, autocast, checkpointing, FLOPs."""
 
-import shutil
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -10,8 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gemattn
 from gemattn.testing import make_inputs, run
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs g++")
 
 
 def _forward_args(inputs, left=-1, right=-1):
@@ -76,7 +72,7 @@ def test_fullgraph_compile_serves_every_batch_with_one_graph():
     assert graphs.frame_count == 1
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_fullgraph_compile_with_a_schedule_and_lse():
     torch._dynamo.reset()
 
