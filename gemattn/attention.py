@@ -239,7 +239,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # others may not know autocast, and raise
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # the query raises on some others
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

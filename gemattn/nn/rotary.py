@@ -74,9 +74,9 @@ def time_angles(
 ) -> Tensor:
     """Angles by time (ROTE): pair i turns by ``tau * max_frequency * base ** (-2 i / head_dim)``, tau the log age.
 
-    ``tau = log(1 + dt / time_scale)`` is the coordinate that public descriptions of Meta's ads models give for ROTE; the
-    frequencies are this package's choice. tau spans 0 to about 16 (a second to a year), far less than
-    positions do; so the defaults here cover turns from 1/16 to 16 radians a unit of tau: the slowest pair does not wrap
+    ``tau = log(1 + dt / time_scale)`` is the coordinate that public descriptions of Meta's ads models give for ROTE;
+    the frequencies are this package's choice. tau spans 0 to about 16 (a second to a year), far less than positions
+    do; so the defaults here cover turns from 1/16 to 16 radians a unit of tau: the slowest pair does not wrap
     around within a year, the fastest tells ages apart that differ by a tenth.
 
     Args:
