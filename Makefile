@@ -6,11 +6,15 @@ BIN    := $(VENV)/bin
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 # The interpreter of an earlier set-up stays the choice until PYTHON names another.
-PYTHON ?= $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
+ifndef PYTHON
+PYTHON := $(or $(shell cat $(VENV)/.python 2>/dev/null),python3)
+endif
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 
 # cpu or cuda.
-FLAVOUR ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU '),cuda,cpu)
+ifndef FLAVOUR
+FLAVOUR := $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU '),cuda,cpu)
+endif
 
 # The stamp is the last thing an install writes; its name says what was installed. Content counts, not time, so a fresh
 # checkout of the same files installs nothing; an interrupted install has no stamp and starts again.
@@ -18,7 +22,9 @@ INPUTS := pyproject.toml $(wildcard requirements/*.txt packaging/*/pyproject.tom
 READY  := $(VENV)/.ready-$(FLAVOUR)-$(PYTHON_VERSION)-$(shell cat $(INPUTS) | sha256sum | cut -c 1-12)
 
 # Test workers: one thread each, so as many as there are cores; one on a GPU machine, where they would share the GPU.
-JOBS ?= $(if $(filter cuda,$(FLAVOUR)),0,$(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
+ifndef JOBS
+JOBS := $(if $(filter cuda,$(FLAVOUR)),0,$(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
+endif
 ARGS ?=
 
 .DEFAULT_GOAL := help

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from gemattn.reference import visible_range
+from gemattn import flops
 from gemattn.spec import AttentionSpec
 
 _MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton"}
@@ -99,38 +98,8 @@ def _register(impl: str) -> tuple[Any, Any]:
         return (*grads, None, None, [None] * len(schedule), None, None, None, None, None)
 
     forward.register_autograd(call_backward, setup_context=setup_context)
-    _register_flops(impl)
+    flops.register(impl)
     return forward, backward
-
-
-def _pairs(query: Tensor, key: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor, window: tuple[int, int]) -> int:
-    """Visible (query, key) pairs of one head: true lengths for real tensors, the shapes' bound for fake ones."""
-    if isinstance(kv_offsets, torch._subclasses.FakeTensor) or kv_offsets.is_meta:
-        rows = query.shape[0] if q_offsets is not None else query.shape[0] * (kv_offsets.shape[0] - 1)
-        return rows * key.shape[0]
-    n_kv = kv_offsets.diff()
-    n_q = torch.full_like(n_kv, query.shape[0]) if q_offsets is None else q_offsets.diff().to(n_kv.dtype)
-    spec = AttentionSpec(1.0, *window)
-    sequence = torch.repeat_interleave(torch.arange(n_q.numel(), device=n_q.device), n_q)
-    i = torch.arange(sequence.numel(), device=n_q.device) - (n_q.cumsum(0) - n_q)[sequence]
-    lo, hi = visible_range(i, n_q[sequence], n_kv[sequence], spec)
-    return int((hi - lo).clamp(min=0).sum())
-
-
-def _register_flops(impl: str) -> None:
-    """Two products of 2 * D FLOPs a visible pair and head forward, five backward (the recomputed scores counted)."""
-
-    @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}"), get_raw=True)
-    def forward_flops(query, key, value, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__):  # type: ignore[no-untyped-def]
-        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
-        return 4 * query.shape[1] * query.shape[2] * pairs
-
-    @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}_backward"), get_raw=True)
-    def backward_flops(  # type: ignore[no-untyped-def]
-        dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__
-    ):
-        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
-        return 10 * query.shape[1] * query.shape[2] * pairs
 
 
 def _register_double_backward(backward: Any) -> None:
