@@ -178,12 +178,12 @@ def _tiles(offsets: Tensor, lengths: Tensor, work: Tensor, rows: int) -> Tensor:
     # A stable order keeps equal sequences in the order of the batch: neighbours in memory, neighbours on the device.
     order = torch.cat((work, torch.full_like(slack, -1))).argsort(descending=True, stable=True)
     blocks = (torch.cat((lengths, slack)) + (BLOCK - 1)) // BLOCK
-    ends = blocks[order].cumsum(0)
+    ends = blocks.gather(0, order).cumsum(0)
     record = torch.arange(num_records(rows, num_sequences), device=offsets.device)
     place = torch.searchsorted(ends, record, right=True)
     used = place < num_sequences + 2
     place = place.clamp(max=num_sequences + 1)
-    segment = order[place]
-    block = record - (ends[place] - blocks[segment])
+    segment = order.gather(0, place)
+    block = record - (ends.gather(0, place) - blocks.gather(0, segment))
     unused = torch.full_like(record, -1)
     return torch.stack((torch.where(used, segment, unused), torch.where(used, block, 0)), dim=1).to(torch.int32)

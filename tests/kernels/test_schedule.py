@@ -1,0 +1,177 @@
+"""The tile lists: every row exactly once, most work first, nothing asked of the host."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemattn.kernels.schedule import BLOCK, Schedule, make_schedule, num_records, sanitize_offsets
+
+LENGTHS = {
+    "odd": [0, 1, 127, 128, 129, 0, 300, 257, 5],
+    "empty": [0, 0, 0],
+    "none": [],
+    "one": [128],
+    "tiny": [1] * 40,
+    "long": [1000, 3, 1000, 128],
+}
+
+
+def offsets_of(lengths, first=0, dtype=torch.int64):
+    return torch.tensor([first, *accumulate(lengths, initial=first)][1:], dtype=dtype)
+
+
+def segments(offsets, rows):
+    """(start, end) of every segment: sequences, leading slack, trailing slack."""
+    return [*pairwise(offsets), (0, offsets[0]), (offsets[-1], rows)]
+
+
+def covered_rows(tiles, offsets, rows):
+    """How often each row of the tensor is in a record."""
+    count = torch.zeros(rows, dtype=torch.int64)
+    parts = segments(offsets, rows)
+    for segment, block in tiles.tolist():
+        if segment == -1:
+            continue
+        start, end = parts[segment]
+        first = start + block * BLOCK
+        assert first < end, "a record without rows"
+        count[first : min(first + BLOCK, end)] += 1
+    return count
+
+
+@pytest.mark.parametrize("slack", [(0, 0), (3, 0), (0, 200), (130, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_every_row_is_in_one_record(lengths, slack):
+    offsets = offsets_of(lengths, slack[0])
+    rows = sum(lengths) + sum(slack)
+    schedule = make_schedule(offsets, query_rows=rows)
+    assert schedule.q_tiles.shape == (rows // BLOCK + len(lengths) + 2, 2)
+    assert schedule.q_tiles.dtype == torch.int32
+    assert covered_rows(schedule.q_tiles, offsets.tolist(), rows).eq(1).all()
+
+
+def test_the_bound_is_reached():
+    # Every sequence ends one row past a full tile, and so does the leading slack.
+    offsets = offsets_of([BLOCK + 1] * 3, BLOCK + 1)
+    rows = 4 * (BLOCK + 1) + 1
+    used = make_schedule(offsets, query_rows=rows).q_tiles[:, 0].ge(0).sum()
+    assert used == num_records(rows, 3) == 9
+
+
+def test_most_work_first_and_slack_last():
+    q_lengths, kv_lengths = [10, 300, 10, 200], [500, 20, 0, 500]
+    q_offsets, kv_offsets = offsets_of(q_lengths), offsets_of(kv_lengths)
+    schedule = make_schedule(q_offsets, kv_offsets, query_rows=530, key_rows=1020)
+    # By the keys that a query row meets; equal ones in the order of the batch.
+    assert schedule.q_tiles.tolist()[:8] == [[0, 0], [3, 0], [3, 1], [1, 0], [1, 1], [1, 2], [2, 0], [5, 0]]
+    assert schedule.q_tiles[8:].eq(torch.tensor([-1, 0])).all()
+    # By the queries that a key row meets.
+    order = [1, 3, 3, 3, 3, 0, 0, 0, 0]
+    assert schedule.kv_tiles[:9, 0].tolist() == order
+    assert covered_rows(schedule.kv_tiles, kv_offsets.tolist(), 1020).eq(1).all()
+
+
+def test_self_attention_has_one_list():
+    offsets = offsets_of([5, 200])
+    schedule = make_schedule(offsets, query_rows=205)
+    assert schedule.q_tiles is schedule.kv_tiles and schedule.q_offsets is schedule.kv_offsets
+    cross = make_schedule(offsets, offsets.clone(), query_rows=205, key_rows=205)
+    for ours, theirs in zip(schedule, cross, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_shared_query():
+    kv_offsets = offsets_of([3, 0, 200])
+    schedule = make_schedule(None, kv_offsets, query_rows=130, key_rows=210, shared_query=True)
+    assert schedule.q_offsets.tolist() == [0, 130, 260, 390]
+    assert schedule.q_tiles.tolist() == [[2, 0], [2, 1], [0, 0], [0, 1], [1, 0], [1, 1], [-1, 0], [-1, 0]]
+    assert schedule.kv_tiles.tolist()[:4] == [[0, 0], [2, 0], [2, 1], [4, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bad_offsets_are_clamped_and_made_monotone(dtype):
+    offsets = torch.tensor([-4, 20, 7, 1000, 30], dtype=dtype)
+    assert sanitize_offsets(offsets, 150).tolist() == [0, 20, 20, 150, 150]
+    schedule = make_schedule(offsets, query_rows=150)
+    assert schedule.q_offsets.dtype == torch.int64
+    assert covered_rows(schedule.q_tiles, schedule.q_offsets.tolist(), 150).eq(1).all()
+    assert offsets.tolist() == [-4, 20, 7, 1000, 30]
+
+
+class RefuseSync(TorchDispatchMode):
+    """Refuses what reads a value on the host or gives a shape that depends on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        refused = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+        assert name not in refused, f"{name} needs a host sync"
+        assert torch.Tag.data_dependent_output not in func.tags, f"{name} needs a host sync"
+        assert torch.Tag.dynamic_output_shape not in func.tags, f"{name} needs a host sync"
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+    calls = 0
+
+
+def test_no_host_sync():
+    offsets, kv_offsets = offsets_of([3, 200, 0]), offsets_of([0, 9, 130])
+    with RefuseSync() as mode:
+        make_schedule(offsets, query_rows=210)
+        self_calls = mode.calls
+        make_schedule(offsets, kv_offsets, query_rows=210, key_rows=139)
+        make_schedule(None, kv_offsets, query_rows=5, key_rows=139, shared_query=True)
+    assert self_calls <= 32, "every call of these costs a launch"
+    with RefuseSync(), pytest.raises(AssertionError, match="host sync"):
+        offsets[0].item()
+
+
+def test_compiles_as_one_graph():
+    compiled = torch.compile(
+        lambda offsets, x: make_schedule(offsets, query_rows=x.shape[0]), fullgraph=True, dynamic=True, backend="eager"
+    )
+    for lengths in ([3, 200, 0], [7, 7, 7, 400]):
+        offsets, x = offsets_of(lengths), torch.zeros(sum(lengths) + 1, 2)
+        for ours, expected in zip(compiled(offsets, x), make_schedule(offsets, query_rows=len(x)), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "args", "kwargs"),
+    [
+        (ValueError, "q_offsets is None", (None,), {"query_rows": 1}),
+        (ValueError, "q_offsets must be None", (torch.zeros(2).long(),), {"query_rows": 1, "shared_query": True}),
+        (ValueError, "kv_offsets is None", (None,), {"query_rows": 1, "shared_query": True}),
+        (TypeError, "q_offsets is torch.float32", (torch.zeros(2),), {"query_rows": 1}),
+        (TypeError, "q_offsets is list", ([0, 1],), {"query_rows": 1}),
+        (ValueError, r"q_offsets has shape \(1, 2\)", (torch.zeros(1, 2).long(),), {"query_rows": 1}),
+        (ValueError, "q_offsets is empty", (torch.zeros(0).long(),), {"query_rows": 1}),
+        (TypeError, "query_rows is float", (torch.zeros(2).long(),), {"query_rows": 1.0}),
+        (ValueError, "query_rows is -1", (torch.zeros(2).long(),), {"query_rows": -1}),
+        (ValueError, "key_rows is None", (torch.zeros(2).long(), torch.zeros(2).long()), {"query_rows": 1}),
+        (
+            ValueError,
+            "kv_offsets has 3 entries, q_offsets 2",
+            (torch.zeros(2).long(), torch.zeros(3).long()),
+            {"query_rows": 1, "key_rows": 1},
+        ),
+    ],
+)
+def test_bad_arguments(kind, message, args, kwargs):
+    with pytest.raises(kind, match=message):
+        make_schedule(*args, **kwargs)
+
+
+def test_check_refuses_another_batch():
+    shapes = {"query_rows": 300, "key_rows": 300, "shared_query": False, "device": torch.device("cpu")}
+    schedule = make_schedule(offsets_of([100, 200]), query_rows=300)
+    schedule.check(sequences=2, **shapes)
+    with pytest.raises(ValueError, match=r"schedule\.q_offsets .* 3 sequences"):
+        schedule.check(sequences=3, **shapes)
+    with pytest.raises(ValueError, match=r"schedule\.kv_tiles .* 500 key rows"):
+        schedule.check(sequences=2, **(shapes | {"key_rows": 500}))
+    with pytest.raises(ValueError, match=r"schedule\.q_tiles is torch\.int64"):
+        Schedule(*schedule[:2], schedule.q_tiles.long(), schedule.kv_tiles).check(sequences=2, **shapes)
+    with pytest.raises(ValueError, match=r"is on cpu; want the tensors' device meta"):
+        schedule.check(sequences=2, **(shapes | {"device": torch.device("meta")}))
