@@ -1,0 +1,1 @@
+"""The comparison with other attention kernels, for anyone to repeat: `python -m gemattn.bench --help`."""
