@@ -5,6 +5,8 @@ known from shapes alone, ``T // BLOCK + B + 2``, which no batch exceeds: every s
 its full ones, and there are B sequences and two stretches of slack rows. What is left over is marked unused.
 """
 
+import functools
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -112,33 +114,63 @@ def make_schedule(
                 f"kv_offsets has {kv_offsets.shape[0]} entries, q_offsets {q_offsets.shape[0]}; want B + 1 in both"
             )
 
-    if self_attention:
-        assert q_offsets is not None
-        offsets = sanitize_offsets(q_offsets, query_rows)
-        lengths = offsets.diff()
-        tiles = _tiles(offsets, lengths, lengths, query_rows)
-        return Schedule(offsets, offsets, tiles, tiles)
-
     kv = q_offsets if kv_offsets is None else kv_offsets
     assert kv is not None
-    kv_starts = sanitize_offsets(kv, key_rows)
-    kv_lengths = kv_starts.diff()
-    if shared_query:
-        num_sequences = kv_starts.shape[0] - 1
-        q_starts = torch.arange(num_sequences + 1, device=kv.device) * query_rows
-        q_lengths = torch.full((num_sequences,), query_rows, dtype=torch.int64, device=kv.device)
-        out_rows = num_sequences * query_rows
-    else:
+    if self_attention:
         assert q_offsets is not None
+        offsets, _, tiles, _ = _build(q_offsets, q_offsets, query_rows, key_rows)
+        return Schedule(offsets, offsets, tiles, tiles)
+    return Schedule(*_build(q_offsets, kv, query_rows, key_rows))
+
+
+def _build(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: int) -> tuple[Tensor, ...]:
+    """The fields of a `Schedule`; the key side is of no meaning where both offsets are one tensor."""
+    if kv_offsets.device.type == "cuda" and _triton_installed():
+        return _tile_lists(q_offsets, kv_offsets, query_rows, key_rows)
+    kv_starts = sanitize_offsets(kv_offsets, key_rows)
+    kv_lengths = kv_starts.diff()
+    if q_offsets is kv_offsets:
+        tiles = _tiles(kv_starts, kv_lengths, kv_lengths, key_rows)
+        return kv_starts, kv_starts, tiles, tiles
+    if q_offsets is None:
+        sequences = kv_starts.shape[0] - 1
+        q_starts = torch.arange(sequences + 1, device=kv_offsets.device) * query_rows
+        q_lengths = torch.full((sequences,), query_rows, dtype=torch.int64, device=kv_offsets.device)
+        out_rows = sequences * query_rows
+    else:
         q_starts = sanitize_offsets(q_offsets, query_rows)
         q_lengths = q_starts.diff()
         out_rows = query_rows
-    return Schedule(
-        q_starts,
-        kv_starts,
-        _tiles(q_starts, q_lengths, kv_lengths, out_rows),
-        _tiles(kv_starts, kv_lengths, q_lengths, key_rows),
-    )
+    q_tiles = _tiles(q_starts, q_lengths, kv_lengths, out_rows)
+    return q_starts, kv_starts, q_tiles, _tiles(kv_starts, kv_lengths, q_lengths, key_rows)
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@torch.library.custom_op("gemattn::tile_lists", mutates_args=())
+def _tile_lists(
+    q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_build` in one launch; an operator, so that graphs hold it as it is."""
+    from gemattn.kernels.triton.tile_list import tile_lists
+
+    sequences = kv_offsets.shape[0] - 1
+    rows = query_rows * sequences if q_offsets is None else query_rows
+    counts = num_records(rows, sequences), num_records(key_rows, sequences)
+    return tile_lists(q_offsets, kv_offsets, rows, key_rows, *counts, BLOCK)
+
+
+@_tile_lists.register_fake
+def _(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: int) -> tuple[Tensor, ...]:
+    sequences = kv_offsets.shape[0] - 1
+    rows = query_rows * sequences if q_offsets is None else query_rows
+    starts = kv_offsets.new_empty(sequences + 1, dtype=torch.int64)
+    tiles = kv_offsets.new_empty((num_records(rows, sequences), 2), dtype=torch.int32)
+    kv_tiles = kv_offsets.new_empty((num_records(key_rows, sequences), 2), dtype=torch.int32)
+    return starts, torch.empty_like(starts), tiles, kv_tiles
 
 
 def _checked_rows(name: str, rows: int) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemattn.kernels import interpreter
 from gemattn.kernels.schedule import BLOCK, Schedule, make_schedule, num_records, sanitize_offsets
 
 LENGTHS = {
@@ -175,3 +176,37 @@ def test_check_refuses_another_batch():
         Schedule(*schedule[:2], schedule.q_tiles.long(), schedule.kv_tiles).check(sequences=2, **shapes)
     with pytest.raises(ValueError, match=r"is on cpu; want the tensors' device meta"):
         schedule.check(sequences=2, **(shapes | {"device": torch.device("meta")}))
+
+
+LISTS = {
+    "self": lambda q, kv, rows: (q, q, rows[0], rows[0]),
+    "cross": lambda q, kv, rows: (q, kv.int(), *rows),
+    "shared": lambda q, kv, rows: (None, kv, 257, rows[1]),
+    "bad offsets": lambda q, kv, rows: (torch.randint(-500, 4000, q.shape), kv, rows[0], rows[1] // 2),
+}
+
+
+@pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here")
+@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("sequences", [0, 1, 129, 700])
+def test_one_launch_builds_the_same_lists(kind, sequences):
+    pytest.importorskip("triton")
+    from gemattn.kernels.triton.tile_list import tile_lists
+
+    lengths = torch.randint(0, 700, (2, sequences)) * torch.rand(2, sequences).gt(0.2)
+    q_offsets, kv_offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0))
+    rows = (int(q_offsets[-1]) + 300, int(kv_offsets[-1]) + 3)
+    q_offsets, kv_offsets, query_rows, key_rows = LISTS[kind](q_offsets, kv_offsets, rows)
+    wanted = make_schedule(
+        q_offsets, kv_offsets, query_rows=query_rows, key_rows=key_rows, shared_query=q_offsets is None
+    )
+    counts = wanted.q_tiles.shape[0], wanted.kv_tiles.shape[0]
+    out_rows = query_rows * sequences if q_offsets is None else query_rows
+    lists = tile_lists(q_offsets, kv_offsets, out_rows, key_rows, *counts, BLOCK)
+    sides = ((0, 2), (1, 3)) if q_offsets is not kv_offsets else ((0, 2),)
+    for starts, tiles in sides:
+        assert torch.equal(lists[starts], wanted[starts])
+        assert sorted(lists[tiles].tolist()) == sorted(wanted[tiles].tolist())
+    work = wanted.kv_offsets.diff()[[s for s, _ in lists[2].tolist() if 0 <= s < sequences]]
+    # Classes are half a power of two wide.
+    assert all(later <= 1.5 * earlier + 1 for earlier, later in pairwise(work.tolist()))
