@@ -57,8 +57,40 @@ def _triton_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSp
     return reasons
 
 
+@functools.cache
+def _tlx_installed() -> bool:
+    return _triton_installed() and importlib.util.find_spec("triton.language.extra.tlx") is not None
+
+
 def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
-    return ["the TLX kernels are not part of this version"]
+    if os.environ.get("GEMATTN_DISABLE_TLX") == "1":
+        return ["GEMATTN_DISABLE_TLX=1 is set"]
+    if query.device.type != "cuda":
+        return [f"runs on CUDA tensors, not on {query.device.type}"]
+    reasons = []
+    major, minor = _capability(torch.cuda.current_device() if query.device.index is None else query.device.index)
+    if (major, minor) != (9, 0):
+        reasons.append(f"needs compute capability 9.0 (Hopper), this GPU has {major}.{minor}")
+    if not _tlx_installed():
+        reasons.append("needs TLX, which comes with fbtriton: pip install 'gemattn[triton]'")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"takes float16 and bfloat16, not {str(query.dtype).removeprefix('torch.')}")
+    if query.shape[-1] not in (64, 128):
+        reasons.append(f"takes head sizes 64 and 128, not {query.shape[-1]}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not _tma_describes(x):
+            reasons.append(f"{name}'s strides {tuple(x.stride())} and first element are not multiples of 16 bytes")
+    return reasons
+
+
+def _tma_describes(x: Tensor) -> bool:
+    """Whether the copy engine can address (T, H, D) as a matrix of all heads' columns."""
+    rows, heads, head_dim = x.shape
+    bytes_of = [x.storage_offset() * x.element_size()]
+    bytes_of += [x.stride(i) * x.element_size() for i, size in ((0, rows), (1, heads)) if size > 1]
+    if any(b % 16 for b in bytes_of) or (rows > 1 and x.stride(0) == 0):
+        return False
+    return (heads - 1) * x.stride(1) + head_dim < 2**31
 
 
 def reasons(impl: str, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gemattn import flops
 from gemattn.spec import AttentionSpec
 
-_MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton"}
+_MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton", "tlx": "gemattn.kernels.tlx"}
 
 
 def _module(impl: str) -> ModuleType:

@@ -116,7 +116,7 @@ def test_a_named_implementation_that_cannot_says_why():
         with pytest.raises(gemattn.UnsupportedError, match="not float64") as error:
             ask(*args, impl="triton")
         assert all(reason in str(error.value) for reason in reasons)
-    with pytest.raises(NotImplementedError, match="TLX"):
+    with pytest.raises(NotImplementedError, match="CUDA tensors, not on cpu"):
         gemattn.jagged_attention(*args, impl="tlx")
 
 

@@ -1,0 +1,24 @@
+"""The only import of TLX, and what TLX lacks."""
+
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.language.core import builtin
+
+__all__ = ["descriptor_slot", "read_descriptor", "tlx"]
+
+_DESCRIPTOR_BYTES = 128
+
+
+@builtin
+def descriptor_slot(table, index, _semantic=None):
+    """Place `index` of a table of TMA descriptors, an int8 pointer to memory aligned to 128 bytes."""
+    index = _semantic.cast(_semantic.to_tensor(index), tl.int64)
+    address = _semantic.add(table, _semantic.mul(index, _semantic.to_tensor(_DESCRIPTOR_BYTES), True), True)
+    return tlx.tensor_descriptor_ptr(address.handle, 1, _DESCRIPTOR_BYTES)
+
+
+@builtin
+def read_descriptor(table, index, block_shape, dtype, _semantic=None):
+    """The TMA descriptor that an earlier kernel wrote to place `index` of the table."""
+    slot = descriptor_slot(table, index, _semantic=_semantic)
+    return tlx.reinterpret_tensor_descriptor(slot, block_shape, dtype, _semantic=_semantic)

@@ -1,0 +1,133 @@
+"""What the Hopper kernels share: tile records, visible blocks, masks, rings of buffers.
+
+Row and column numbers count from the start of their sequence. ``shift = n_kv - n_q`` aligns windows bottom-right.
+"""
+
+import triton
+import triton.language as tl
+
+RECORD_ROWS: tl.constexpr = tl.constexpr(128)  # schedule.BLOCK
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def read_tile(tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows):
+    """(segment, head, first row, n_q, n_kv, first row of the segment in the tensor); segment -1 past the list."""
+    record = tl.minimum(tile, num_tiles - 1) // heads
+    segment = tl.load(tiles_ptr + 2 * record)
+    block = tl.load(tiles_ptr + 2 * record + 1)
+    segment = tl.where(tile < num_tiles, segment, -1)
+    place = tl.minimum(tl.maximum(segment, 0), num_sequences)
+    place_end = tl.where(segment < num_sequences, place + 1, 0)
+    start = tl.load(q_offsets_ptr + place)
+    end = tl.load(q_offsets_ptr + place_end)
+    n_kv = (tl.load(kv_offsets_ptr + place_end) - tl.load(kv_offsets_ptr + place)).to(tl.int32)
+    start = tl.where(segment == num_sequences, 0, start)
+    end = tl.where(segment > num_sequences, out_rows, end)
+    n_kv = tl.where(segment < num_sequences, n_kv, 0)
+    return segment, tile % heads, block * RECORD_ROWS, (end - start).to(tl.int32), n_kv, start
+
+
+@triton.jit
+def key_blocks(
+    first_row,
+    last_row,
+    n_q,
+    n_kv,
+    window_left,
+    window_right,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Key blocks for query rows [first_row, last_row]: (last + 1, masked from the end, masked from the start, first).
+
+    Counted in blocks of BLOCK_N from the sequence's first key. At least the last block is taken as masked.
+    """
+    shift = n_kv - n_q
+    begin = 0
+    free_begin = 0
+    end = tl.cdiv(n_kv, BLOCK_N)
+    free_end = n_kv // BLOCK_N
+    if HAS_RIGHT:
+        end = tl.cdiv(tl.minimum(n_kv, tl.maximum(last_row + shift + window_right + 1, 0)), BLOCK_N)
+        free_end = tl.minimum(n_kv, tl.maximum(first_row + shift + window_right + 1, 0)) // BLOCK_N
+    if HAS_LEFT:
+        begin = tl.minimum(tl.maximum(first_row + shift - window_left, 0) // BLOCK_N, end)
+        free_begin = tl.minimum(tl.cdiv(tl.maximum(last_row + shift - window_left, 0), BLOCK_N), end)
+    first_free_from_top = tl.maximum(tl.minimum(free_end, end - 1), free_begin)
+    return begin, free_begin, first_free_from_top, end
+
+
+@triton.jit
+def hide(
+    scores,
+    rows,
+    start,
+    shift,
+    n_kv,
+    window_left,
+    window_right,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Scores of keys that a row does not see become -inf."""
+    columns = start + tl.arange(0, BLOCK_N)
+    sees = (columns < n_kv)[None, :]
+    if HAS_RIGHT:
+        sees = sees & (columns[None, :] <= rows[:, None] + (shift + window_right))
+    if HAS_LEFT:
+        sees = sees & (columns[None, :] >= rows[:, None] + (shift - window_left))
+    return tl.where(sees, scores, float("-inf"))
+
+
+@triton.jit
+def ring(count, STAGES: tl.constexpr):
+    """(buffer, phase) of the count-th use of a ring of buffers."""
+    return count % STAGES, (count // STAGES) & 1
+
+
+@triton.jit
+def query_blocks(
+    first_key,
+    last_key,
+    n_q,
+    n_kv,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Query blocks for keys [first_key, last_key]: (begin, first mask-free, end of mask-free, end)."""
+    shift = n_kv - n_q
+    begin = 0
+    free_begin = 0
+    end = tl.cdiv(n_q, BLOCK_M)
+    free_end = end
+    if HAS_LEFT:
+        end = tl.cdiv(tl.minimum(n_q, tl.maximum(last_key - shift + window_left + 1, 0)), BLOCK_M)
+        free_end = tl.minimum(n_q, tl.maximum(first_key - shift + window_left + 1, 0)) // BLOCK_M
+    if HAS_RIGHT:
+        begin = tl.minimum(tl.maximum(first_key - shift - window_right, 0) // BLOCK_M, end)
+        free_begin = tl.minimum(tl.cdiv(tl.maximum(last_key - shift - window_right, 0), BLOCK_M), end)
+    free_end = tl.maximum(tl.minimum(free_end, end), free_begin)
+    return begin, free_begin, free_end, end
+
+
+@triton.jit
+def first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT: tl.constexpr):
+    """Rows before it see no key."""
+    first = 0
+    if HAS_RIGHT:
+        first = tl.minimum(tl.maximum(n_q - n_kv - window_right, 0), n_q)
+    return tl.where(n_kv > 0, first, n_q)
+
+
+@triton.jit
+def stat_block(q_start, segment, block, head, heads, BLOCK_M: tl.constexpr):
+    """Place of a query block's row statistics in a scratch of (blocks, H, 64): q_start // 64 + segment bounds them."""
+    place = q_start // BLOCK_M + segment + block
+    return (place * heads + head) * BLOCK_M

@@ -1,0 +1,45 @@
+"""The Hopper kernels compiled ahead of time: what the machine code must and must not hold."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_tlx.py")
+SHARED_MEMORY = 232_448  # bytes a block may have on sm_90
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(170),
+]
+
+
+def compile_kernels(*arguments):
+    from triton import language
+
+    if not Path(language.__file__).with_name("extra").joinpath("tlx").exists():
+        pytest.skip("needs fbtriton, this triton has no TLX")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# A mask costs the 128-column kernels a few spilled registers; docs/kernels/hopper.md has the figures.
+@pytest.mark.parametrize(("head_dim", "mask"), [(128, "none"), (64, "both")])
+def test_machine_code(head_dim, mask):
+    compiled = compile_kernels("--head-dim", str(head_dim), "--mask", mask)
+    assert [c["kernel"] for c in compiled] == ["forward", "query", "shared", "key"]
+    for c in compiled:
+        assert c["shared"] <= SHARED_MEMORY, c
+        assert c["wgmma"] > 0 and c["tma_loads"] > 0 and c["setmaxnreg"] > 0, c
+        assert len(c["loops"]) == 2, c
+        for loop in c["loops"]:
+            # A wait after every product means that the assembler serialised them for want of registers.
+            assert loop["waits"] < loop["products"], c
+            assert loop["local"] <= (1 if c["kernel"] == "query" else 0), c  # it reloads one register
