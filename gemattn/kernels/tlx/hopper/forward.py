@@ -178,20 +178,21 @@ def _consume(
             kv_count += 1
             if HAS_RIGHT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                        acc, p, row_max, row_sum, kv_count, end - 1, free_end, rows, shift, n_kv, window_left, window_right, score_scale,
-                        q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, True, half, PINGPONG,
-                    )  # fmt: skip
-            acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                    acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, end - 1), free_begin, rows, shift, n_kv, window_left, window_right,
-                    score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT,
-                    HAS_RIGHT, False, half, PINGPONG,
+                    acc, p, row_max, row_sum, kv_count, end - 1, free_end, rows, shift, n_kv, window_left, window_right,
+                    score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
+                    STAGES_KV, HAS_LEFT, HAS_RIGHT, True, half, PINGPONG,
                 )  # fmt: skip
+            acc, p, row_max, row_sum, kv_count = _consume_blocks(
+                acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, end - 1), free_begin, rows, shift, n_kv,
+                window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+                DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, False, half, PINGPONG,
+            )  # fmt: skip
             if HAS_LEFT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                        acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, end - 1), begin, rows, shift, n_kv, window_left, window_right,
-                        score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT,
-                        HAS_RIGHT, True, half, PINGPONG,
-                    )  # fmt: skip
+                    acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, end - 1), begin, rows, shift, n_kv,
+                    window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full,
+                    v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, True, half, PINGPONG,
+                )  # fmt: skip
             buf, phase = ring(kv_count - 1, STAGES_KV)
             tlx.barrier_wait(v_full[buf], phase)
             acc = tlx.async_dot(p.to(DTYPE), v_bufs[buf], acc)
