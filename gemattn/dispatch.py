@@ -85,10 +85,11 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 def _tma_describes(x: Tensor) -> bool:
     """Whether the copy engine can address (T, H, D) as a matrix of all heads' columns."""
-    rows, heads, head_dim = x.shape
+    heads, head_dim = x.shape[1:]
     bytes_of = [x.storage_offset() * x.element_size()]
-    bytes_of += [x.stride(i) * x.element_size() for i, size in ((0, rows), (1, heads)) if size > 1]
-    if any(b % 16 for b in bytes_of) or (rows > 1 and x.stride(0) == 0):
+    bytes_of += [x.stride(0) * x.element_size()]  # whatever T is: the choice may not depend on it
+    bytes_of += [x.stride(1) * x.element_size()] if heads > 1 else []
+    if any(b % 16 for b in bytes_of) or x.stride(0) == 0:
         return False
     return (heads - 1) * x.stride(1) + head_dim < 2**31
 

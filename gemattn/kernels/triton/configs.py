@@ -61,15 +61,15 @@ _INTERPRETER: dict[Kernel, Tile] = {
 _HALF: dict[Family, dict[Kernel, dict[int, Tile]]] = {
     "hopper": {
         "forward": {
-            32: Tile(64, 64, 4, 3),
+            32: Tile(64, 32, 4, 4),
             64: Tile(64, 64, 4, 3),
-            128: Tile(64, 64, 4, 3),
+            128: Tile(128, 32, 4, 3),
             256: Tile(128, 32, 8, 3),
         },
         "query_gradient": {
-            32: Tile(64, 64, 4, 3),
+            32: Tile(64, 32, 4, 4),
             64: Tile(64, 64, 4, 3),
-            128: Tile(64, 32, 4, 3),
+            128: Tile(64, 64, 4, 2),
             256: Tile(64, 32, 4, 1),
         },
         "shared_query_gradient": {
@@ -79,8 +79,8 @@ _HALF: dict[Family, dict[Kernel, dict[int, Tile]]] = {
             256: Tile(64, 32, 4, 1),
         },
         "key_gradient": {
-            32: Tile(64, 128, 4, 3),
-            64: Tile(32, 128, 4, 3),
+            32: Tile(32, 64, 4, 4),
+            64: Tile(32, 128, 4, 4),
             128: Tile(32, 64, 4, 3),
             256: Tile(32, 64, 8, 2),
         },
