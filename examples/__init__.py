@@ -1,0 +1,1 @@
+"""Training and comparing the models on event data."""
