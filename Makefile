@@ -37,7 +37,7 @@ help:  ## this list
 setup: $(READY)  ## .venv with the matching versions, CPU or CUDA
 
 train: $(READY)  ## train the GEM-like model on MovieLens-100K and print its table
-	$(BIN)/python examples/train_gem.py $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/train_gem.py $(ARGS)
 
 test: $(READY)  ## every test that this machine can run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -46,7 +46,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 compare: $(READY)  ## the GEM-like model against its baselines, three seeds each (up to 45 minutes on 2 cores)
-	$(BIN)/python examples/compare.py $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compare.py $(ARGS)
 
 check: $(READY)  ## formatting, lint and types, changing nothing
 	$(BIN)/ruff format --check .

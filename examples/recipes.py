@@ -60,12 +60,13 @@ def ml_100k(model: str) -> Recipe:
         betas=(0.9, 0.99),
         weight_decay=0.05,
         table_lr=0.01,
-        table_weight_decay=0.1,
+        table_weight_decay=1.0,
         warmup_steps=50,
         final_lr=0.02,
     )
     if model == "gem":
-        return replace(recipe, model={"num_sum": 4, "dropout": 0.3, "field_dropout": 0.1})
+        model_options = {"num_sum": 4, "head_hidden": (128, 64), "dropout": 0.3, "field_dropout": 0.1}
+        return replace(recipe, epochs=2, model=model_options)
     if model == "din":
         return replace(recipe, dense_lr=4e-3, weight_decay=0.6)
     return recipe

@@ -9,8 +9,9 @@ tokens X (B, n, d) and, for every stream, event tokens S (T, d) pass layer l tog
     S'    = S + MHA(S + PFFN(X_sum, S))                    events seen through X_sum, then by one another
 
 CLS is X_sum of layer 1, put before each sequence once: rows that ask the events what the candidate asks. The heads read
-[X_sum || S_sum] of what the last layer gives. Events stay jagged from the tables to the summary, nothing is padded, and
-nothing waits for the device.
+[X_sum || S_sum] of what the last layer gives, the tokens X that came in, and how the candidate meets the taste of each
+stream (`TasteMatch`). Events stay jagged from the tables to the summary, nothing is padded, and nothing waits for the
+device.
 
 Shape legend: B examples, n non-sequence tokens, T event tokens of a stream over the batch (CLS rows included once they
 are there), d width.
@@ -30,8 +31,8 @@ from gemattn.nn import MaskedFusion, position_angles, time_angles
 from gemattn.spec import Impl
 from models.features import EventStream, FeatureSchema
 from models.heads import TaskHeads
-from models.inputs import EventFeatures, Events, FieldTokens, segment_of
-from models.interaction import LinearCompression, WukongLayer
+from models.inputs import EventFeatures, Events, FieldTokens, segment_of, segment_sum
+from models.interaction import LinearCompression, Perceptron, WukongLayer
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class GemConfig:
         streams: stream name -> its own config.
         rotary: what turns queries and keys: the log age of the events (ROTE), their position (RoPE), or nothing.
         time_scale: seconds; ages are told apart linearly below it, by their ratio above it.
-        num_similarities: inner products with the candidate that an event has for each feature they share.
+        num_similarities: inner products with the candidate that an event, and the taste that all events add up to, have
+            for each feature they share.
         dense_hidden: width between the two layers that make a token of the dense floats.
         fusion_hidden: width between the layers of the event encoder's two perceptrons.
         ffn_dim: hidden width of the personalised feed-forward, see `PersonalizedFeedForward`.
@@ -345,7 +347,16 @@ class Gem(nn.Module):
         )
         self.summary = Summary(self.fields.num_tokens, streams, config, impl=impl, device=device)
         self.stream_configs = streams
+        self.tastes = nn.ModuleDict()
+        for name, encoder in self.encoders.items():
+            assert isinstance(encoder, EventEncoder)
+            if encoder.features.pairs:
+                self.tastes[name] = TasteMatch(
+                    encoder.features.width, len(encoder.features.pairs), config, device=device
+                )
         width = config.dim * (config.num_sum + self.summary.num_sequence_tokens)
+        width += sum(taste.width for taste in self.tastes.values())
+        width += config.dim * self.fields.num_tokens
         self.heads = TaskHeads(
             width, schema.tasks, hidden_dims=config.head_hidden, dropout=config.dropout, device=device
         )
@@ -359,16 +370,18 @@ class Gem(nn.Module):
             embedded: {key: JaggedTensor} of the candidate and the events.
             ages: `KeyedJaggedTensor` of seconds.
         """
-        x = self.fields(dense, pooled, embedded)
+        x = fields = self.fields(dense, pooled, embedded)
         cls = self.layers[0].summary.fields(x)
-        streams = {}
+        streams, matches = {}, []
         for name, encoder in self.encoders.items():
             events, tokens = encoder(embedded, ages)
+            if name in self.tastes:
+                matches.append(self.tastes[name](events))
             streams[name] = self._begin(events, tokens, cls, self.stream_configs[name])
         for layer in self.layers:
             x, streams = layer(x, streams)
         x_sum, s_sum = self.summary(x, streams)
-        return self.heads(torch.cat([x_sum, s_sum], dim=1).flatten(1))
+        return self.heads(torch.cat([torch.cat([fields, x_sum, s_sum], dim=1).flatten(1), *matches], dim=1))
 
     def _begin(self, events: Events, tokens: Tensor, cls: Tensor, config: StreamConfig) -> StreamTokens:
         values, offsets, row = prepend(tokens, events.offsets, events.segment, cls)
@@ -424,6 +437,41 @@ class EventEncoder(nn.Module):
         """The stream's events, and their tokens (T, d)."""
         events = self.features(embedded, ages)
         return events, self.norm(self.fusion(events.features))
+
+
+class TasteMatch(nn.Module):
+    """How the candidate meets the taste that the events add up to: ``<sum_j w_j e_j, e_candidate> / sqrt(count + 1)``.
+
+    The factor model that stands for a user by the items in the history (asymmetric SVD; Koren, KDD 2008), where w_j is
+    how far a rating lies above what was expected. Here w_j is learned from all the features of the event.
+
+    Args:
+        width: W, of an event's features.
+        num_features: that events and candidate share.
+        config: of the model.
+    """
+
+    def __init__(
+        self, width: int, num_features: int, config: GemConfig, *, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.groups = config.num_similarities
+        self.width = num_features * self.groups
+        self.weights_of = Perceptron(width, (config.fusion_hidden,), self.groups, device=device)
+        self.dropout = nn.Dropout(config.field_dropout)
+
+    def forward(self, events: Events) -> Tensor:
+        """(B, num_features * num_similarities)."""
+        weights = self.weights_of(events.features).unsqueeze(2)
+        size = events.offsets.shape[0] - 1
+        norm = (events.offsets.diff() + 1).to(weights.dtype).rsqrt().unsqueeze(1)
+        matches = []
+        for embeddings, candidate, factor in events.shared:
+            weighted = (weights * embeddings.unflatten(1, (self.groups, -1))).flatten(1)
+            taste = segment_sum(weighted, events.segment, size) * norm
+            products = self.dropout(taste * candidate)
+            matches.append(products.unflatten(1, (self.groups, -1)).sum(2) * factor)
+        return torch.cat(matches, dim=1)
 
 
 def prepend(values: Tensor, offsets: Tensor, segment: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:

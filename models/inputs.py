@@ -30,6 +30,9 @@ class Events(NamedTuple):
     """(B + 1,)."""
     segment: Tensor
     """(T,) which example an event belongs to, see `segment_of`."""
+    shared: tuple[tuple[Tensor, Tensor, float], ...] = ()
+    """For each feature that the candidate has too: embeddings (T, E) of the events and (B, E) of the candidate, and
+    what scales their inner product over a group of entries to variance 1 at the start."""
 
 
 def segment_of(offsets: Tensor, num_rows: int) -> Tensor:
@@ -168,8 +171,9 @@ class EventFeatures(nn.Module):
         offsets = first.offsets()
         segment = segment_of(offsets, seconds.shape[0])
         columns = [embedded[key].values() for key in self.keys]
-        for key, candidate, factor in self.pairs:
-            products = embedded[key].values() * embedded[candidate].values().index_select(0, segment)
+        shared = tuple((embedded[key].values(), embedded[mate].values(), factor) for key, mate, factor in self.pairs)
+        for events, candidate, factor in shared:
+            products = events * candidate.index_select(0, segment)
             columns.append(products.unflatten(1, (self.num_similarities, -1)).sum(2) * factor)
         columns.append(time_features(seconds, self.time_scale))
-        return Events(torch.cat(columns, dim=1), seconds, offsets, segment)
+        return Events(torch.cat(columns, dim=1), seconds, offsets, segment, shared)

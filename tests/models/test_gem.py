@@ -83,10 +83,10 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
     fields += [embedded[key].values()[0] for key in gem.fields.candidate_keys]
     assert gem.fields.projections is not None
     fields = [project(field) for project, field in zip(gem.fields.projections, fields, strict=True)]
-    x = torch.stack([gem.fields.dense(batch.dense[0]), *fields])
+    x = first = torch.stack([gem.fields.dense(batch.dense[0]), *fields])
     fields_summary = gem.layers[0].summary.fields
     cls = fields_summary.gate(fields_summary.compression.weight @ x)
-    streams = {}
+    streams, matches = {}, []
     for name, encoder in gem.encoders.items():
         ages = batch.ages[name].values()
         candidate = {"item": embedded["candidate.item"].values()[0], "shop": embedded["candidate.shop"].values()[0]}
@@ -98,6 +98,14 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
                 groups = torch.stack([products[:, 2 * g : 2 * g + 2].sum(1) for g in range(4)], dim=1)
                 columns.append(groups / (min(1, 4 / num_ids) * 2**0.5))
         columns.append(time_features(ages, config.time_scale))
+        if name in gem.tastes:
+            weights = gem.tastes[name].weights_of(torch.cat(columns, dim=1))  # (events, 4 groups)
+            for feature, num_ids in (("item", 30), ("shop", 6)):
+                if f"{name}.{feature}" in encoder.features.keys:
+                    events = embedded[f"{name}.{feature}"].values()
+                    taste = sum((weights[j].repeat_interleave(2) * e for j, e in enumerate(events)), torch.zeros(8))
+                    products = taste / (len(events) + 1) ** 0.5 * candidate[feature]
+                    matches.append(products.view(4, 2).sum(1) / (min(1, 4 / num_ids) * 2**0.5))
         tokens = encoder.norm(encoder.fusion(torch.cat(columns, dim=1)))
         head_dim = 16 // gem.stream_configs[name].num_heads
         angles = time_angles(ages, head_dim, config.time_scale)
@@ -115,7 +123,7 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
             streams[name] = (tokens + plain_attention(block.attention, normed, normed, turn, window), turn)
         x = layer.interaction(torch.cat([x, s_sum])[None])[0]
     x_sum, s_sum = plain_summary(gem.summary, x, streams)
-    return gem.heads(torch.cat([x_sum, s_sum]).flatten()[None])[0] + model.bias
+    return gem.heads(torch.cat([first.flatten(), x_sum.flatten(), s_sum.flatten(), *matches])[None])[0] + model.bias
 
 
 def test_logits_are_those_of_each_example_alone_in_plain_pytorch(schema: FeatureSchema) -> None:
