@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gemattn import JaggedAttention, SharedQueryPooling, make_schedule
 from gemattn.kernels.schedule import Schedule
@@ -32,7 +31,8 @@ from gemattn.spec import Impl
 from models.features import EventStream, FeatureSchema
 from models.heads import TaskHeads
 from models.inputs import EventFeatures, Events, FieldTokens, segment_of, segment_sum
-from models.interaction import LinearCompression, Perceptron, WukongLayer
+from models.interaction import Gate, LinearCompression, Perceptron, PersonalizedFeedForward, WukongLayer
+from models.jagged import prepend, rows_from_end, rows_from_start
 
 
 @dataclass(frozen=True)
@@ -121,66 +121,6 @@ class StreamTokens(NamedTuple):
     """(T, D / 2) rotary angles of one head."""
     schedule: Schedule | None
     pooling_schedule: Schedule | None
-
-
-class Gate(nn.Module):
-    """``sigmoid(W x + b) * x``, entry by entry; starts almost open (b = 1, W = 0)."""
-
-    def __init__(self, dim: int, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim, dim, device=device))
-        self.bias = nn.Parameter(torch.empty(dim, device=device))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """W = 0, b = 1."""
-        nn.init.zeros_(self.weight)
-        nn.init.ones_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d)."""
-        return torch.sigmoid(F.linear(x, self.weight, self.bias)) * x
-
-
-class PersonalizedFeedForward(nn.Module):
-    """PFFN: a feed-forward whose weights are made from each example's X_sum.
-
-    InterFormer multiplies an example's events by ``W_p = f(X_sum)`` (d, d). A full W_p an example costs B d d memory
-    and a matrix product an example; here it is factored, ``W_p = U diag(f(X_sum)) V`` with U (d, h) and V (h, d) shared
-    and f linear, which two dense products over all events apply, and the activation makes a gated feed-forward of it::
-
-        PFFN(X_sum, s) = (act(s U + u) * f(X_sum)) V + v
-
-    Without activation and biases this is s W_p, of rank at most h.
-
-    Args:
-        dim: d.
-        hidden_dim: h.
-        num_sum: tokens of X_sum.
-        activation: GELU if True, else none.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_sum: int,
-        *,
-        activation: bool = True,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.weights_of = nn.Linear(num_sum * dim, hidden_dim, device=device)
-        self.up = nn.Linear(dim, hidden_dim, device=device)
-        self.down = nn.Linear(hidden_dim, dim, device=device)
-        self.activation = activation
-
-    def forward(self, x_sum: Tensor, tokens: Tensor, segment: Tensor) -> Tensor:
-        """(B, n_sum, d), (T, d), (T,) -> (T, d)."""
-        hidden = self.up(tokens)
-        if self.activation:
-            hidden = F.gelu(hidden)
-        return self.down(hidden * self.weights_of(x_sum.flatten(1)).index_select(0, segment))
 
 
 class FieldSummary(nn.Module):
@@ -472,41 +412,3 @@ class TasteMatch(nn.Module):
             products = self.dropout(taste * candidate)
             matches.append(products.unflatten(1, (self.groups, -1)).sum(2) * factor)
         return torch.cat(matches, dim=1)
-
-
-def prepend(values: Tensor, offsets: Tensor, segment: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts k rows before every sequence, by index arithmetic alone.
-
-    Args:
-        values: (T, d).
-        offsets: (B + 1,). Rows outside every sequence stay outside.
-        segment: (T,) of `segment_of`.
-        first: (B, k, d).
-
-    Returns:
-        (T + B k, d); the new offsets (B + 1,); and where each row of `values` went, (T,).
-    """
-    size, count, dim = first.shape
-    shift = torch.arange(size + 1, device=offsets.device, dtype=offsets.dtype) * count
-    old = torch.arange(values.shape[0], device=offsets.device, dtype=offsets.dtype)
-    # Rows before the first sequence keep their place.
-    row = old + torch.where(old < offsets[0], 0, (segment + 1) * count)
-    new_row = ((offsets + shift)[:-1].unsqueeze(1) + torch.arange(count, device=offsets.device)).flatten()
-    out = values.new_zeros(values.shape[0] + size * count, dim)
-    out.index_copy_(0, row, values)
-    out.index_copy_(0, new_row, first.flatten(0, 1).to(out.dtype))
-    return out, offsets + shift, row
-
-
-def rows_from_start(values: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """(B, count, d): the first rows of sequences that all have as many."""
-    index = offsets[:-1].unsqueeze(1) + torch.arange(count, device=offsets.device)
-    return values.index_select(0, index.flatten()).unflatten(0, index.shape)
-
-
-def rows_from_end(values: Tensor, offsets: Tensor, count: int, skip: int) -> Tensor:
-    """(B, count, d): the last rows, the latest first; zeros where a sequence has fewer behind its first `skip` rows."""
-    index = offsets[1:].unsqueeze(1) - 1 - torch.arange(count, device=offsets.device)
-    there = index >= offsets[:-1].unsqueeze(1) + skip
-    rows = values.index_select(0, index.clamp(min=0).flatten()).unflatten(0, index.shape)
-    return torch.where(there.unsqueeze(2), rows, 0)

@@ -1,5 +1,7 @@
 """Wukong's interaction layer (Zhang et al., arXiv 2403.02545): factorisation machines stacked like a transformer.
 
+And what InterFormer (arXiv 2411.09852) puts around it: the gate, and the feed-forward that one side steers.
+
 Shape legend: B examples, n tokens in, m tokens out, d width, k rank.
 """
 
@@ -7,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Perceptron(nn.Sequential):
@@ -146,3 +149,63 @@ class WukongLayer(nn.Module):
         if self.linear is not None:
             out = torch.cat([out, self.linear(x)], dim=1)
         return self.norm(out + (x if self.residual is None else self.residual(x)))
+
+
+class Gate(nn.Module):
+    """``sigmoid(W x + b) * x``, entry by entry; starts almost open (b = 1, W = 0)."""
+
+    def __init__(self, dim: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dim, device=device))
+        self.bias = nn.Parameter(torch.empty(dim, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W = 0, b = 1."""
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., d)."""
+        return torch.sigmoid(F.linear(x, self.weight, self.bias)) * x
+
+
+class PersonalizedFeedForward(nn.Module):
+    """PFFN: a feed-forward whose weights are made from each example's X_sum.
+
+    InterFormer multiplies an example's events by ``W_p = f(X_sum)`` (d, d). A full W_p an example costs B d d memory
+    and a matrix product an example; here it is factored, ``W_p = U diag(f(X_sum)) V`` with U (d, h) and V (h, d) shared
+    and f linear, which two dense products over all events apply, and the activation makes a gated feed-forward of it::
+
+        PFFN(X_sum, s) = (act(s U + u) * f(X_sum)) V + v
+
+    Without activation and biases this is s W_p, of rank at most h.
+
+    Args:
+        dim: d.
+        hidden_dim: h.
+        num_sum: tokens of X_sum.
+        activation: GELU if True, else none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_sum: int,
+        *,
+        activation: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weights_of = nn.Linear(num_sum * dim, hidden_dim, device=device)
+        self.up = nn.Linear(dim, hidden_dim, device=device)
+        self.down = nn.Linear(hidden_dim, dim, device=device)
+        self.activation = activation
+
+    def forward(self, x_sum: Tensor, tokens: Tensor, segment: Tensor) -> Tensor:
+        """(B, n_sum, d), (T, d), (T,) -> (T, d)."""
+        hidden = self.up(tokens)
+        if self.activation:
+            hidden = F.gelu(hidden)
+        return self.down(hidden * self.weights_of(x_sum.flatten(1)).index_select(0, segment))

@@ -18,11 +18,9 @@ from models.gem import (
     SequenceSummary,
     StreamConfig,
     Summary,
-    prepend,
-    rows_from_end,
-    rows_from_start,
 )
 from models.inputs import segment_of, segment_sum, time_features
+from models.jagged import prepend, rows_from_end, rows_from_start
 from tests.models.conftest import make_batch, select
 
 LENGTHS = [3, 0, 7, 1, 12]
