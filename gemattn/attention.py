@@ -139,7 +139,7 @@ def jagged_attention(
     _check_schedule(schedule, call)
     tiles: list[Tensor] = []
     if impl_name != "reference":
-        tiles = list((_schedule_of(call) if schedule is None else schedule)[:4])
+        tiles = list(_schedule_of(call) if schedule is None else schedule)
     out, lse = ops.call(impl_name, *call[:5], tiles, call.spec)
     return (out, lse) if return_lse else out
 

@@ -15,14 +15,18 @@ from torch import Tensor
 BLOCK = 128
 """Rows of one record. Kernels with smaller tiles split a record, so one schedule serves every kernel."""
 
+LENGTH_CLASSES = (256, 128)
+"""Lengths at which kernels change their tiles: what a sequence gets depends on its own lengths alone."""
+
 
 class Schedule(NamedTuple):
     """Tiles of one batch, shared by every layer and by backward. Tensors only, all on one device.
 
-    A record ``(segment, block)`` covers rows ``[block * BLOCK, (block + 1) * BLOCK)`` of its segment, as far as the
-    segment reaches. Segments ``0 .. B - 1`` are the sequences, ``B`` is the slack before the first sequence, ``B + 1``
-    the slack after the last one, ``-1`` an unused record. Every row of the tensors is in exactly one record, so a
-    kernel that walks the list writes its whole output. Records of the sequences with the most work a tile come first.
+    A record ``(segment, block, rows, work)`` covers rows ``[block * BLOCK, (block + 1) * BLOCK)`` of its segment, as
+    far as the segment's ``rows`` reach; ``work`` is the sequence's length on the other side. Segments ``0 .. B - 1``
+    are the sequences, ``B`` is the slack before the first sequence, ``B + 1`` the slack after the last one, ``-1`` an
+    unused record. Every row of the tensors is in exactly one record, so a kernel that walks the list writes its whole
+    output. Records of the sequences with the most work come first.
     """
 
     q_offsets: Tensor
@@ -30,9 +34,13 @@ class Schedule(NamedTuple):
     kv_offsets: Tensor
     """(B + 1,) int64, clamped to [0, key rows] and monotone."""
     q_tiles: Tensor
-    """(query rows // BLOCK + B + 2, 2) int32 records over the rows of the output."""
+    """(query rows // BLOCK + B + 2, 4) int32 records over the rows of the output."""
     kv_tiles: Tensor
-    """(key rows // BLOCK + B + 2, 2) int32 records over the rows of key and value."""
+    """(key rows // BLOCK + B + 2, 4) int32 records over the rows of key and value."""
+    q_longer: Tensor
+    """(2,) int32: how many records of ``q_tiles``, the first ones, have more work than each of LENGTH_CLASSES."""
+    kv_longer: Tensor
+    """(2,) int32: the same for ``kv_tiles``."""
 
     def check(
         self, *, sequences: int, query_rows: int, key_rows: int, shared_query: bool, device: torch.device
@@ -45,8 +53,10 @@ class Schedule(NamedTuple):
         wanted = (
             ("q_offsets", self.q_offsets, torch.int64, (sequences + 1,)),
             ("kv_offsets", self.kv_offsets, torch.int64, (sequences + 1,)),
-            ("q_tiles", self.q_tiles, torch.int32, (num_records(out_rows, sequences), 2)),
-            ("kv_tiles", self.kv_tiles, torch.int32, (num_records(key_rows, sequences), 2)),
+            ("q_tiles", self.q_tiles, torch.int32, (num_records(out_rows, sequences), 4)),
+            ("kv_tiles", self.kv_tiles, torch.int32, (num_records(key_rows, sequences), 4)),
+            ("q_longer", self.q_longer, torch.int32, (len(LENGTH_CLASSES),)),
+            ("kv_longer", self.kv_longer, torch.int32, (len(LENGTH_CLASSES),)),
         )
         for name, tensor, dtype, shape in wanted:
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -118,8 +128,8 @@ def make_schedule(
     assert kv is not None
     if self_attention:
         assert q_offsets is not None
-        offsets, _, tiles, _ = _build(q_offsets, q_offsets, query_rows, key_rows)
-        return Schedule(offsets, offsets, tiles, tiles)
+        offsets, _, tiles, _, longer, _ = _build(q_offsets, q_offsets, query_rows, key_rows)
+        return Schedule(offsets, offsets, tiles, tiles, longer, longer)
     return Schedule(*_build(q_offsets, kv, query_rows, key_rows))
 
 
@@ -130,8 +140,8 @@ def _build(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_ro
     kv_starts = sanitize_offsets(kv_offsets, key_rows)
     kv_lengths = kv_starts.diff()
     if q_offsets is kv_offsets:
-        tiles = _tiles(kv_starts, kv_lengths, kv_lengths, key_rows)
-        return kv_starts, kv_starts, tiles, tiles
+        tiles, longer = _tiles(kv_starts, kv_lengths, kv_lengths, key_rows)
+        return kv_starts, kv_starts, tiles, tiles, longer, longer
     if q_offsets is None:
         sequences = kv_starts.shape[0] - 1
         q_starts = torch.arange(sequences + 1, device=kv_offsets.device) * query_rows
@@ -141,8 +151,9 @@ def _build(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_ro
         q_starts = sanitize_offsets(q_offsets, query_rows)
         q_lengths = q_starts.diff()
         out_rows = query_rows
-    q_tiles = _tiles(q_starts, q_lengths, kv_lengths, out_rows)
-    return q_starts, kv_starts, q_tiles, _tiles(kv_starts, kv_lengths, q_lengths, key_rows)
+    q_tiles, q_longer = _tiles(q_starts, q_lengths, kv_lengths, out_rows)
+    kv_tiles, kv_longer = _tiles(kv_starts, kv_lengths, q_lengths, key_rows)
+    return q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer
 
 
 @functools.cache
@@ -153,7 +164,7 @@ def _triton_installed() -> bool:
 @torch.library.custom_op("gemattn::tile_lists", mutates_args=())
 def _tile_lists(
     q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`_build` in one launch; an operator, so that graphs hold it as it is."""
     from gemattn.kernels.triton.tile_list import tile_lists
 
@@ -168,9 +179,10 @@ def _(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: i
     sequences = kv_offsets.shape[0] - 1
     rows = query_rows * sequences if q_offsets is None else query_rows
     starts = kv_offsets.new_empty(sequences + 1, dtype=torch.int64)
-    tiles = kv_offsets.new_empty((num_records(rows, sequences), 2), dtype=torch.int32)
-    kv_tiles = kv_offsets.new_empty((num_records(key_rows, sequences), 2), dtype=torch.int32)
-    return starts, torch.empty_like(starts), tiles, kv_tiles
+    tiles = kv_offsets.new_empty((num_records(rows, sequences), 4), dtype=torch.int32)
+    kv_tiles = kv_offsets.new_empty((num_records(key_rows, sequences), 4), dtype=torch.int32)
+    longer = kv_offsets.new_empty(len(LENGTH_CLASSES), dtype=torch.int32)
+    return starts, torch.empty_like(starts), tiles, kv_tiles, longer, torch.empty_like(longer)
 
 
 def _checked_rows(name: str, rows: int) -> int:
@@ -200,16 +212,17 @@ def sanitize_offsets(offsets: Tensor, rows: int) -> Tensor:
     return offsets.to(torch.int64).clamp(0, rows).cummax(0).values
 
 
-def _tiles(offsets: Tensor, lengths: Tensor, work: Tensor, rows: int) -> Tensor:
-    """(num_records, 2) int32 records of the segments, those with the most ``work`` a tile first, slack last.
+def _tiles(offsets: Tensor, lengths: Tensor, work: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(num_records, 4) int32 records of the segments, those with the most ``work`` first, slack last; and ``longer``.
 
     ``work`` (B,) is the length of the other side: the number of rows that each row of the sequence meets.
     """
     num_sequences = lengths.shape[0]
     slack = torch.stack((offsets[0], rows - offsets[-1]))
+    lengths, work = torch.cat((lengths, slack)), torch.cat((work, torch.full_like(slack, -1)))
+    blocks = (lengths + (BLOCK - 1)) // BLOCK
     # A stable order keeps equal sequences in the order of the batch: neighbours in memory, neighbours on the device.
-    order = torch.cat((work, torch.full_like(slack, -1))).argsort(descending=True, stable=True)
-    blocks = (torch.cat((lengths, slack)) + (BLOCK - 1)) // BLOCK
+    order = work.argsort(descending=True, stable=True)
     ends = blocks.gather(0, order).cumsum(0)
     record = torch.arange(num_records(rows, num_sequences), device=offsets.device)
     place = torch.searchsorted(ends, record, right=True)
@@ -217,5 +230,7 @@ def _tiles(offsets: Tensor, lengths: Tensor, work: Tensor, rows: int) -> Tensor:
     place = place.clamp(max=num_sequences + 1)
     segment = order.gather(0, place)
     block = record - (ends.gather(0, place) - blocks.gather(0, segment))
-    unused = torch.full_like(record, -1)
-    return torch.stack((torch.where(used, segment, unused), torch.where(used, block, 0)), dim=1).to(torch.int32)
+    fields = torch.stack((segment, block, lengths.gather(0, segment), work.gather(0, segment).clamp(min=0)), dim=1)
+    tiles = torch.where(used[:, None], fields, torch.tensor((-1, 0, 0, 0), device=offsets.device))
+    is_longer = work > torch.tensor(LENGTH_CLASSES, device=offsets.device)[:, None]
+    return tiles.to(torch.int32), (is_longer * blocks).sum(1).to(torch.int32)

@@ -1,6 +1,6 @@
 """Compile the Hopper kernels where there is no GPU, and tell what the machine code does.
 
-    python tests/kernels/compile_tlx.py --kernel forward query key shared --head-dim 64 128 --mask none both
+    python tests/kernels/compile_tlx.py --kernel forward short query key shared --head-dim 64 128 --mask none both
 
 Prints one JSON object a line: shared memory, matrix instructions, waits for them, and local loads and stores inside the
 loops over blocks. Run it as a process of its own: some faults of the compiler abort it.
@@ -44,6 +44,8 @@ from gemattn.kernels.tlx.hopper import launch  # noqa: E402 (after the stand-in)
 POINTERS = {
     "table": "*i8",
     "tiles_ptr": "*i32",
+    "longer_ptr": "*i32",
+    "offsets_ptr": "*i64",
     "q_offsets_ptr": "*i64",
     "kv_offsets_ptr": "*i64",
     "lse_ptr": "*fp32",
@@ -53,30 +55,39 @@ POINTERS = {
     "scale": "fp32",
     "score_scale": "fp32",
 }
+OPTIONS = {"forward": {"enable_fp_fusion": False}, "short": {"enable_fp_fusion": False}}
 MASKS = {"none": (False, False), "causal": (False, True), "both": (True, True)}
 
 
 def constants(kernel: str, head_dim: int) -> dict[str, Any]:
-    forward, backward = launch.FORWARD[head_dim], launch.BACKWARD[head_dim]
+    """Constants of a kernel's launches; "forward" and "short" are the forward kernel's two classes of sequences."""
+    backward = launch.BACKWARD[head_dim]
     keys = {"BLOCK_N": backward.block_n, "STAGES_KV": backward.stages_kv, "HAS_DLSE": True}
+    if kernel in ("forward", "short"):
+        tile = launch.FORWARD[head_dim][kernel == "short"]
+        begin, end = (0, -1) if kernel == "short" else (-1, 0)
+        options = {name.upper(): value for name, value in tile._asdict().items()}
+        return options | {"BEGIN": begin, "END": end}
     return {
-        "forward": {
-            "BLOCK_N": forward.block_n,
-            "STAGES_Q": forward.stages_q,
-            "STAGES_KV": forward.stages_kv,
-            "REGISTERS": forward.registers,
-        },
-        "query": keys | {"REGISTERS": backward.registers},
+        "query": keys | {"REGISTERS": backward.registers, "END": -1},
         "shared": keys | {"REGISTERS": backward.registers},
-        "key": {"STAGES_Q": backward.stages_q, "REGISTERS": backward.registers},
+        "key": {"STAGES_Q": backward.stages_q, "REGISTERS": backward.registers, "END": -1},
+        "tile": {
+            "STAGES": launch.ONE_TILE_STAGES[head_dim],
+            "BEGIN": launch.ONE_TILE_CLASS,
+            "HAS_DLSE": True,
+            "REGISTERS": backward.registers,
+        },
     }[kernel]
 
 
 KERNELS = {
     "forward": launch.forward_kernel,
+    "short": launch.forward_kernel,
     "query": launch.query_gradient_kernel,
     "shared": launch.shared_query_gradient_kernel,
     "key": launch.key_gradient_kernel,
+    "tile": launch.one_tile_gradient_kernel,
 }
 
 
@@ -88,7 +99,9 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         name: "constexpr" if name in values else POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in function.arg_names
     }
-    compiled = triton.compile(ASTSource(function, signature, values), target=TARGET, options={"num_warps": 4})
+    compiled = triton.compile(
+        ASTSource(function, signature, values), target=TARGET, options=OPTIONS.get(kernel, {}) | {"num_warps": 4}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

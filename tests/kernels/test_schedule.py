@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemattn.kernels import interpreter
-from gemattn.kernels.schedule import BLOCK, Schedule, make_schedule, num_records, sanitize_offsets
+from gemattn.kernels.schedule import BLOCK, LENGTH_CLASSES, make_schedule, num_records, sanitize_offsets
 
 LENGTHS = {
     "odd": [0, 1, 127, 128, 129, 0, 300, 257, 5],
@@ -32,10 +32,11 @@ def covered_rows(tiles, offsets, rows):
     """How often each row of the tensor is in a record."""
     count = torch.zeros(rows, dtype=torch.int64)
     parts = segments(offsets, rows)
-    for segment, block in tiles.tolist():
+    for segment, block, length, _work in tiles.tolist():
         if segment == -1:
             continue
         start, end = parts[segment]
+        assert length == end - start
         first = start + block * BLOCK
         assert first < end, "a record without rows"
         count[first : min(first + BLOCK, end)] += 1
@@ -48,7 +49,7 @@ def test_every_row_is_in_one_record(lengths, slack):
     offsets = offsets_of(lengths, slack[0])
     rows = sum(lengths) + sum(slack)
     schedule = make_schedule(offsets, query_rows=rows)
-    assert schedule.q_tiles.shape == (rows // BLOCK + len(lengths) + 2, 2)
+    assert schedule.q_tiles.shape == (rows // BLOCK + len(lengths) + 2, 4)
     assert schedule.q_tiles.dtype == torch.int32
     assert covered_rows(schedule.q_tiles, offsets.tolist(), rows).eq(1).all()
 
@@ -66,11 +67,22 @@ def test_most_work_first_and_slack_last():
     q_offsets, kv_offsets = offsets_of(q_lengths), offsets_of(kv_lengths)
     schedule = make_schedule(q_offsets, kv_offsets, query_rows=530, key_rows=1020)
     # By the keys that a query row meets; equal ones in the order of the batch.
-    assert schedule.q_tiles.tolist()[:8] == [[0, 0], [3, 0], [3, 1], [1, 0], [1, 1], [1, 2], [2, 0], [5, 0]]
-    assert schedule.q_tiles[8:].eq(torch.tensor([-1, 0])).all()
+    assert schedule.q_tiles.tolist()[:8] == [
+        [0, 0, 10, 500],
+        [3, 0, 200, 500],
+        [3, 1, 200, 500],
+        [1, 0, 300, 20],
+        [1, 1, 300, 20],
+        [1, 2, 300, 20],
+        [2, 0, 10, 0],
+        [5, 0, 10, 0],
+    ]
+    assert schedule.q_tiles[8:].eq(torch.tensor([-1, 0, 0, 0])).all()
+    assert schedule.q_longer.tolist() == [3, 3]
     # By the queries that a key row meets.
     order = [1, 3, 3, 3, 3, 0, 0, 0, 0]
     assert schedule.kv_tiles[:9, 0].tolist() == order
+    assert schedule.kv_longer.tolist() == [1, 5]
     assert covered_rows(schedule.kv_tiles, kv_offsets.tolist(), 1020).eq(1).all()
 
 
@@ -87,8 +99,16 @@ def test_shared_query():
     kv_offsets = offsets_of([3, 0, 200])
     schedule = make_schedule(None, kv_offsets, query_rows=130, key_rows=210, shared_query=True)
     assert schedule.q_offsets.tolist() == [0, 130, 260, 390]
-    assert schedule.q_tiles.tolist() == [[2, 0], [2, 1], [0, 0], [0, 1], [1, 0], [1, 1], [-1, 0], [-1, 0]]
-    assert schedule.kv_tiles.tolist()[:4] == [[0, 0], [2, 0], [2, 1], [4, 0]]
+    assert schedule.q_tiles[:, :2].tolist() == [[2, 0], [2, 1], [0, 0], [0, 1], [1, 0], [1, 1], [-1, 0], [-1, 0]]
+    assert schedule.q_tiles[:, 2:].tolist() == [[130, 200]] * 2 + [[130, 3]] * 2 + [[130, 0]] * 2 + [[0, 0]] * 2
+    assert schedule.kv_tiles[:4].tolist() == [[0, 0, 3, 130], [2, 0, 200, 130], [2, 1, 200, 130], [4, 0, 7, 0]]
+    assert schedule.q_longer.tolist() == [0, 2] and schedule.kv_longer.tolist() == [0, 3]
+
+
+def test_length_classes_end_at_their_lengths():
+    lengths = [128, 257, 129, 256, 1, 0]
+    schedule = make_schedule(offsets_of(lengths), query_rows=sum(lengths))
+    assert schedule.q_longer.tolist() == [3, 3 + 2 + 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -123,7 +143,7 @@ def test_no_host_sync():
         self_calls = mode.calls
         make_schedule(offsets, kv_offsets, query_rows=210, key_rows=139)
         make_schedule(None, kv_offsets, query_rows=5, key_rows=139, shared_query=True)
-    assert self_calls <= 32, "every call of these costs a launch"
+    assert self_calls <= 44, "every call of these costs a launch"
     with RefuseSync(), pytest.raises(AssertionError, match="host sync"):
         offsets[0].item()
 
@@ -173,7 +193,7 @@ def test_check_refuses_another_batch():
     with pytest.raises(ValueError, match=r"schedule\.kv_tiles .* 500 key rows"):
         schedule.check(sequences=2, **(shapes | {"key_rows": 500}))
     with pytest.raises(ValueError, match=r"schedule\.q_tiles is torch\.int64"):
-        Schedule(*schedule[:2], schedule.q_tiles.long(), schedule.kv_tiles).check(sequences=2, **shapes)
+        schedule._replace(q_tiles=schedule.q_tiles.long()).check(sequences=2, **shapes)
     with pytest.raises(ValueError, match=r"is on cpu; want the tensors' device meta"):
         schedule.check(sequences=2, **(shapes | {"device": torch.device("meta")}))
 
@@ -203,10 +223,24 @@ def test_one_launch_builds_the_same_lists(kind, sequences):
     counts = wanted.q_tiles.shape[0], wanted.kv_tiles.shape[0]
     out_rows = query_rows * sequences if q_offsets is None else query_rows
     lists = tile_lists(q_offsets, kv_offsets, out_rows, key_rows, *counts, BLOCK)
-    sides = ((0, 2), (1, 3)) if q_offsets is not kv_offsets else ((0, 2),)
-    for starts, tiles in sides:
+    sides = ((0, 2, 4), (1, 3, 5)) if q_offsets is not kv_offsets else ((0, 2, 4),)
+    for starts, tiles, longer in sides:
         assert torch.equal(lists[starts], wanted[starts])
         assert sorted(lists[tiles].tolist()) == sorted(wanted[tiles].tolist())
-    work = wanted.kv_offsets.diff()[[s for s, _ in lists[2].tolist() if 0 <= s < sequences]]
-    # Classes are half a power of two wide.
-    assert all(later <= 1.5 * earlier + 1 for earlier, later in pairwise(work.tolist()))
+        assert torch.equal(lists[longer], wanted[longer])
+        work = [work for segment, _, _, work in lists[tiles].tolist() if 0 <= segment < sequences]
+        # Classes are half a power of two wide.
+        assert all(later <= 1.5 * earlier + 1 for earlier, later in pairwise(work))
+        for length, count in zip(LENGTH_CLASSES, lists[longer].tolist(), strict=True):
+            assert all(w > length for w in work[:count]) and all(w <= length for w in work[count:])
+
+
+@pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here")
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 255, 256, 257, 513])
+def test_powers_of_two_end_their_class(length):
+    pytest.importorskip("triton")
+    from gemattn.kernels.triton.tile_list import tile_lists
+
+    offsets = torch.tensor([0, length])
+    longer = tile_lists(offsets, offsets, length, length, *[num_records(length, 1)] * 2, BLOCK)[4]
+    assert longer.tolist() == [-(-length // BLOCK) if length > limit else 0 for limit in LENGTH_CLASSES]

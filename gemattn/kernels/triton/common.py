@@ -20,7 +20,7 @@ RECORD_ROWS: tl.constexpr = tl.constexpr(128)  # schedule.BLOCK
 @triton.jit
 def load_record(tiles_ptr, record):
     """(segment, block) of a record; segment -1 is unused."""
-    return tl.load(tiles_ptr + 2 * record), tl.load(tiles_ptr + 2 * record + 1)
+    return tl.load(tiles_ptr + 4 * record), tl.load(tiles_ptr + 4 * record + 1)
 
 
 @triton.jit

@@ -42,9 +42,13 @@ def _sequences(ptr, rows, index, num_sequences, carry, SHARED: tl.constexpr):
 
 @triton.jit
 def _length_class(length):
-    """0 for the longest lengths, _CLASSES - 1 for 0 and 1; half a power of two each."""
-    log = tl.log2(tl.maximum(length, 1).to(tl.float32))
-    return _CLASSES - 1 - tl.minimum((2 * log).to(tl.int32), _CLASSES - 1)
+    """0 for the longest lengths, _CLASSES - 1 for 0 to 2; half a power of two each, a power of two the last of its own.
+
+    From the bits of a float, as a rounded logarithm would misplace lengths next to a power of two.
+    """
+    bits = tl.maximum(length - 1, 1).to(tl.float32).to(tl.int32, bitcast=True)
+    half_powers = 2 * ((bits >> 23) - 127) + ((bits & 0x7FFFFF) >= 0x3504F3).to(tl.int32)
+    return _CLASSES - 1 - tl.minimum(half_powers, _CLASSES - 1)
 
 
 @triton.jit
@@ -53,6 +57,7 @@ def _build(
     other_ptr,
     starts_ptr,
     tiles_ptr,
+    longer_ptr,
     own_rows,
     other_rows,
     num_sequences,
@@ -101,9 +106,11 @@ def _build(
     place = (tl.cumsum(total, 0) - total + before)[None, :] + tl.cumsum(counts, 0) - counts
     place = tl.sum(tl.where(in_class, place, 0), 1)
     for block in tl.range(0, tl.max(count, 0)):
-        record = tiles_ptr + 2 * (place + block)
+        record = tiles_ptr + 4 * (place + block)
         tl.store(record, index, mask=block < count)
         tl.store(record + 1, block, mask=block < count)
+        tl.store(record + 2, length.to(tl.int32), mask=block < count)
+        tl.store(record + 3, work.to(tl.int32), mask=block < count)
 
     # What is left over: slack before the first sequence, slack past the last one, unused records.
     used = tl.sum(total, 0)
@@ -115,6 +122,9 @@ def _build(
         last = tl.maximum(own_carry, first)
     if program == 0:
         tl.store(starts_ptr + num_sequences, last)
+        for position in tl.static_range(2):
+            longer = tl.where(classes < _CLASSES - 2 * (8 - position), total, 0)  # LENGTH_CLASSES: 2 ** 8, 2 ** 7
+            tl.store(longer_ptr + position, tl.sum(longer, 0))
     leading = ((first + (BLOCK - 1)) // BLOCK).to(tl.int32)
     trailing = ((own_rows - last + (BLOCK - 1)) // BLOCK).to(tl.int32)
     for position in tl.range(used + own_first, num_records, tl.num_programs(0) * CHUNK):
@@ -124,8 +134,11 @@ def _build(
         is_slack = rank < leading + trailing
         segment = tl.where(is_leading, num_sequences, tl.where(is_slack, num_sequences + 1, -1))
         block_of_slack = tl.where(is_leading, rank, tl.where(is_slack, rank - leading, 0))
-        tl.store(tiles_ptr + 2 * slot, segment, mask=slot < num_records)
-        tl.store(tiles_ptr + 2 * slot + 1, block_of_slack, mask=slot < num_records)
+        slack_rows = tl.where(is_leading, first, tl.where(is_slack, own_rows - last, 0)).to(tl.int32)
+        tl.store(tiles_ptr + 4 * slot, segment, mask=slot < num_records)
+        tl.store(tiles_ptr + 4 * slot + 1, block_of_slack, mask=slot < num_records)
+        tl.store(tiles_ptr + 4 * slot + 2, slack_rows, mask=slot < num_records)
+        tl.store(tiles_ptr + 4 * slot + 3, tl.zeros_like(slack_rows), mask=slot < num_records)
 
 
 @triton.jit(do_not_specialize=["q_rows", "kv_rows", "num_sequences", "num_q_records", "num_kv_records"])
@@ -136,6 +149,8 @@ def tile_list_kernel(
     kv_starts_ptr,
     q_tiles_ptr,
     kv_tiles_ptr,
+    q_longer_ptr,
+    kv_longer_ptr,
     q_rows,
     kv_rows,
     num_sequences,
@@ -149,13 +164,13 @@ def tile_list_kernel(
     """Both lists of a `Schedule`: program axis 1 picks the side. ``q_rows`` are the rows of the output."""
     if tl.program_id(1) == 0:
         _build(
-            q_ptr, kv_ptr, q_starts_ptr, q_tiles_ptr, q_rows, kv_rows, num_sequences, num_q_records, SHARED, False,
-            BLOCK, CHUNK, SCAN,
+            q_ptr, kv_ptr, q_starts_ptr, q_tiles_ptr, q_longer_ptr, q_rows, kv_rows, num_sequences, num_q_records,
+            SHARED, False, BLOCK, CHUNK, SCAN,
         )  # fmt: skip
     else:
         _build(
-            kv_ptr, q_ptr, kv_starts_ptr, kv_tiles_ptr, kv_rows, q_rows, num_sequences, num_kv_records, False, SHARED,
-            BLOCK, CHUNK, SCAN,
+            kv_ptr, q_ptr, kv_starts_ptr, kv_tiles_ptr, kv_longer_ptr, kv_rows, q_rows, num_sequences, num_kv_records,
+            False, SHARED, BLOCK, CHUNK, SCAN,
         )  # fmt: skip
 
 
@@ -167,8 +182,8 @@ def tile_lists(
     num_q_records: int,
     num_kv_records: int,
     block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q_starts, kv_starts, q_tiles, kv_tiles); the key side is not written in self-attention (one offsets tensor).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a `Schedule`; those of the key side are not written in self-attention (one offsets tensor).
 
     ``q_offsets`` None: a shared query, ``q_rows`` rows of output in equal shares.
     """
@@ -176,9 +191,11 @@ def tile_lists(
     same = q_offsets is kv_offsets
     sequences = kv_offsets.shape[0] - 1
     q_starts = torch.empty(sequences + 1, dtype=torch.int64, device=device)
-    q_tiles = torch.empty((num_q_records, 2), dtype=torch.int32, device=device)
+    q_tiles = torch.empty((num_q_records, 4), dtype=torch.int32, device=device)
     kv_starts = torch.empty_like(q_starts)
-    kv_tiles = torch.empty((num_kv_records, 2), dtype=torch.int32, device=device)
+    kv_tiles = torch.empty((num_kv_records, 4), dtype=torch.int32, device=device)
+    q_longer = torch.empty(2, dtype=torch.int32, device=device)
+    kv_longer = torch.empty_like(q_longer)
     kv_offsets = kv_offsets.contiguous()
     shared = q_offsets is None
     q_offsets = kv_offsets if q_offsets is None or same else q_offsets.contiguous()
@@ -190,6 +207,8 @@ def tile_lists(
             kv_starts,
             q_tiles,
             kv_tiles,
+            q_longer,
+            kv_longer,
             q_rows,
             kv_rows,
             sequences,
@@ -201,4 +220,4 @@ def tile_lists(
             SCAN=_SCAN,
             num_warps=8,
         )
-    return q_starts, kv_starts, q_tiles, kv_tiles
+    return q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer

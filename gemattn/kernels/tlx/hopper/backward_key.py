@@ -10,12 +10,21 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import RECORD_ROWS, first_seeing_row, query_blocks, read_tile, ring, stat_block
+from gemattn.kernels.tlx.hopper.common import (
+    RECORD_ROWS,
+    clear_rows,
+    first_seeing_row,
+    query_blocks,
+    read_tile,
+    ring,
+    stat_block,
+    tile_range,
+)
 
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, kv_rows, q_head_stride,
+    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, q_head_stride,
     k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
     delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -26,12 +35,12 @@ def _produce(
     q_count = 0
     tile = tl.program_id(0)
     segment, head, first_key, n_kv, n_q, _kv_start = read_tile(
-        tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
+        tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, _next_kv_start = read_tile(
-            tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
+            tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
         )
         if segment < num_sequences:
             last_key = tl.minimum(first_key + RECORD_ROWS, n_kv) - 1
@@ -118,7 +127,7 @@ def _gradient_blocks(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences, kv_rows,
+    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
     window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, dk_bufs,
     dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -128,12 +137,12 @@ def _consume(
     q_count = 0
     tile = tl.program_id(0)
     segment, head, first_key, n_kv, n_q, kv_start = read_tile(
-        tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
+        tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, next_kv_start = read_tile(
-            tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
+            tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
         )
         keys = first_key + half * HALF + tl.arange(0, HALF)
         last_key = tl.minimum(first_key + RECORD_ROWS, n_kv) - 1
@@ -175,11 +184,9 @@ def _consume(
             tlx.async_descriptor_store(dv_desc, dv_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
             tlx.async_descriptor_store(dk_desc, dk_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
         else:
-            row = (kv_start + keys) * (heads * HEAD_DIM) + head * HEAD_DIM
-            offset = row[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-            mask = (keys < n_kv)[:, None]
-            tl.store(dk_ptr + offset, tl.zeros([HALF, HEAD_DIM], DTYPE), mask=mask)
-            tl.store(dv_ptr + offset, tl.zeros([HALF, HEAD_DIM], DTYPE), mask=mask)
+            first = kv_start + first_key + half * HALF
+            clear_rows(dk_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
+            clear_rows(dv_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
         segment = next_segment
         head = next_head
         first_key = next_first_key
@@ -189,14 +196,14 @@ def _consume(
     tlx.async_descriptor_store_wait(0)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "kv_rows", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "window_left", "window_right"])
 def key_gradient_kernel(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences, kv_rows,
+    table, tiles_ptr, longer_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
     q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale, score_scale,
     HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    END: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (kv_rows, H, D). Persistent: any grid."""
+    """dk and dv (key rows, H, D) of the tiles up to length class END, see `tile_range`. Persistent: any grid."""
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dk_ptr.dtype.element_ty
     k_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
@@ -214,10 +221,11 @@ def key_gradient_kernel(
     q_free = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=2)
     do_full = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=1)
     do_free = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=2)
+    _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, kv_rows,
+                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs,
                 q_bufs, do_bufs, lse_bufs, delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE,
                 HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT,
@@ -225,7 +233,7 @@ def key_gradient_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
                 table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
-                kv_rows, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, dk_bufs, dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free,
                 tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip

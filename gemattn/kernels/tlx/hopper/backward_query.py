@@ -12,12 +12,14 @@ from gemattn.kernels.tlx._tlx import read_descriptor, tlx
 from gemattn.kernels.tlx.hopper.common import (
     LOG2E,
     RECORD_ROWS,
+    clear_rows,
     first_seeing_row,
     hide,
     key_blocks,
     read_tile,
     ring,
     stat_block,
+    tile_range,
 )
 
 
@@ -135,7 +137,7 @@ def one_sequence(
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, out_rows, q_head_stride,
+    table, tiles_ptr, offsets_ptr, num_tiles, heads, num_sequences, q_head_stride,
     k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs,
     q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -147,12 +149,12 @@ def _produce(
     kv_count = 0
     tile = tl.program_id(0)
     segment, head, first_row, n_q, n_kv, _q_start = read_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+        tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, _next_q_start = read_tile(
-            tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
         )
         if segment < num_sequences:
             last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
@@ -184,7 +186,7 @@ def _produce(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
+    table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
     num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, lse_bufs,
     delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free,
     half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr,
@@ -193,15 +195,14 @@ def _consume(
     HALF: tl.constexpr = RECORD_ROWS // 2
     q_count = 0
     kv_count = 0
-    columns = tl.arange(0, HEAD_DIM)
     tile = tl.program_id(0)
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+        tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, next_q_start = read_tile(
-            tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
         )
         rows = first_row + half * HALF + tl.arange(0, HALF)
         last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
@@ -239,10 +240,7 @@ def _consume(
                     mask=has_rows,
                 )
                 tl.store(delta_ptr + stat_offset + tl.arange(0, HALF), tl.zeros([HALF], tl.float32), mask=has_rows)
-            row = (q_start + rows) * (heads * HEAD_DIM) + head * HEAD_DIM
-            tl.store(
-                dq_ptr + row[:, None] + columns[None, :], tl.zeros([HALF, HEAD_DIM], DTYPE), mask=(rows < n_q)[:, None]
-            )
+            clear_rows(dq_ptr, q_start + first_row + half * HALF, q_start + n_q, heads, head, HEAD_DIM)
         segment = next_segment
         head = next_head
         first_row = next_first_row
@@ -253,12 +251,15 @@ def _consume(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_left", "window_right"])
 def query_gradient_kernel(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
+    table, tiles_ptr, longer_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
     num_sequences, out_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right,
     scale, score_scale, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """dq (out_rows, H, D) and the statistics (blocks, H, 64) of lse (base 2) and delta. Persistent: any grid."""
+    """dq (out_rows, H, D) and the statistics (blocks, H, 64) of lse (base 2) and delta,
+
+    of the tiles up to length class END, see `tile_range`. Persistent: any grid.
+    """
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dq_ptr.dtype.element_ty
     q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
@@ -278,17 +279,18 @@ def query_gradient_kernel(
     k_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
     v_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
     v_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
+    _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, out_rows,
+                table, tiles_ptr, offsets_ptr, num_tiles, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs,
                 o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full,
                 v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr,
+                table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr,
                 num_tiles, heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs,
                 do_bufs, o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free,
                 k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV,

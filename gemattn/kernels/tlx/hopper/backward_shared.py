@@ -14,15 +14,15 @@ from gemattn.kernels.tlx.hopper.common import RECORD_ROWS, first_seeing_row, key
 
 
 @triton.jit
-def _read_sequence(tiles_ptr, kv_offsets_ptr, position, num_sequences, blocks):
+def _read_sequence(tiles_ptr, position, num_sequences, blocks):
     """(sequence, n_kv) at a position of the tile list, longest first; clamped past its end."""
-    sequence = tl.load(tiles_ptr + 2 * blocks * tl.minimum(position, num_sequences - 1))
-    return sequence, (tl.load(kv_offsets_ptr + sequence + 1) - tl.load(kv_offsets_ptr + sequence)).to(tl.int32)
+    record = tiles_ptr + 4 * blocks * tl.minimum(position, num_sequences - 1)
+    return tl.load(record), tl.load(record + 3)
 
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, kv_offsets_ptr, heads, chunks, num_sequences, shared_rows, q_head_stride, k_head_stride,
+    table, tiles_ptr, heads, chunks, num_sequences, shared_rows, q_head_stride, k_head_stride,
     v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs, q_full, q_free,
     do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -40,9 +40,9 @@ def _produce(
     load_pair(q_desc, q_bufs, q_full, q_free, 0, first_row, head * q_head_stride, BYTES, HALF)
     count = 0
     kv_count = 0
-    sequence, n_kv = _read_sequence(tiles_ptr, kv_offsets_ptr, chunk, num_sequences, blocks)
+    sequence, n_kv = _read_sequence(tiles_ptr, chunk, num_sequences, blocks)
     for position in tl.range(chunk, num_sequences, chunks):
-        next_sequence, next_n_kv = _read_sequence(tiles_ptr, kv_offsets_ptr, position + chunks, num_sequences, blocks)
+        next_sequence, next_n_kv = _read_sequence(tiles_ptr, position + chunks, num_sequences, blocks)
         begin, _free_begin, _free_end, end = key_blocks(
             first_row, last_row, shared_rows, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
@@ -65,7 +65,7 @@ def _produce(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, heads, chunks, num_sequences, shared_rows,
+    table, tiles_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, heads, chunks, num_sequences, shared_rows,
     window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, partial_bufs, lse_bufs, delta_bufs, k_bufs,
     v_bufs, q_full, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, half: tl.constexpr,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
@@ -84,9 +84,9 @@ def _consume(
     count = 0
     kv_count = 0
     tlx.barrier_wait(q_full[half], 0)
-    sequence, n_kv = _read_sequence(tiles_ptr, kv_offsets_ptr, chunk, num_sequences, blocks)
+    sequence, n_kv = _read_sequence(tiles_ptr, chunk, num_sequences, blocks)
     for position in tl.range(chunk, num_sequences, chunks):
-        next_sequence, next_n_kv = _read_sequence(tiles_ptr, kv_offsets_ptr, position + chunks, num_sequences, blocks)
+        next_sequence, next_n_kv = _read_sequence(tiles_ptr, position + chunks, num_sequences, blocks)
         begin, free_begin, free_end, end = key_blocks(
             first_row, last_row, shared_rows, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
@@ -125,7 +125,7 @@ def _consume(
 
 @triton.jit(do_not_specialize=["chunks", "num_sequences", "shared_rows", "window_left", "window_right"])
 def shared_query_gradient_kernel(
-    table, tiles_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, like_ptr, heads, chunks, num_sequences,
+    table, tiles_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, like_ptr, heads, chunks, num_sequences,
     shared_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale,
     score_scale, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr,
@@ -157,14 +157,14 @@ def shared_query_gradient_kernel(
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, kv_offsets_ptr, heads, chunks, num_sequences, shared_rows, q_head_stride,
+                table, tiles_ptr, heads, chunks, num_sequences, shared_rows, q_head_stride,
                 k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs,
                 k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE,
                 HEAD_DIM, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, kv_offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, heads, chunks, num_sequences,
+                table, tiles_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, heads, chunks, num_sequences,
                 shared_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, partial_bufs,
                 lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, do_full, do_free, o_full, o_free, k_full, k_free, v_full,
                 v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT,

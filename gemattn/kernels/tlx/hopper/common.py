@@ -7,26 +7,56 @@ import triton
 import triton.language as tl
 
 RECORD_ROWS: tl.constexpr = tl.constexpr(128)  # schedule.BLOCK
+ROWS: tl.constexpr = tl.constexpr(64)  # of one consumer
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def read_tile(tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows):
-    """(segment, head, first row, n_q, n_kv, first row of the segment in the tensor); segment -1 past the list."""
-    record = tl.minimum(tile, num_tiles - 1) // heads
-    segment = tl.load(tiles_ptr + 2 * record)
-    block = tl.load(tiles_ptr + 2 * record + 1)
+def read_tile(tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences):
+    """(segment, head, first row, rows, work, the segment's first row in the tensor); segment -1 past the list.
+
+    A record's fields are loads that do not wait for one another: a chain of them would stand before every tile. Only
+    the last value hangs on the segment, and it is needed late.
+    """
+    record = tl.maximum(tl.minimum(tile, num_tiles - 1), 0) // heads
+    segment = tl.load(tiles_ptr + 4 * record)
+    block = tl.load(tiles_ptr + 4 * record + 1)
+    rows = tl.load(tiles_ptr + 4 * record + 2)
+    work = tl.load(tiles_ptr + 4 * record + 3)
     segment = tl.where(tile < num_tiles, segment, -1)
-    place = tl.minimum(tl.maximum(segment, 0), num_sequences)
-    place_end = tl.where(segment < num_sequences, place + 1, 0)
-    start = tl.load(q_offsets_ptr + place)
-    end = tl.load(q_offsets_ptr + place_end)
-    n_kv = (tl.load(kv_offsets_ptr + place_end) - tl.load(kv_offsets_ptr + place)).to(tl.int32)
+    start = tl.load(offsets_ptr + tl.minimum(tl.maximum(segment, 0), num_sequences))
     start = tl.where(segment == num_sequences, 0, start)
-    end = tl.where(segment > num_sequences, out_rows, end)
-    n_kv = tl.where(segment < num_sequences, n_kv, 0)
-    return segment, tile % heads, block * RECORD_ROWS, (end - start).to(tl.int32), n_kv, start
+    return segment, tile % heads, block * RECORD_ROWS, rows, work, start
+
+
+@triton.jit
+def tile_range(longer_ptr, num_tiles, heads, BEGIN: tl.constexpr, END: tl.constexpr):
+    """Tiles [begin, end) of a range of length classes.
+
+    BEGIN and END count in `schedule.LENGTH_CLASSES`; -1 is the list's own begin or end.
+    """
+    begin = 0
+    if BEGIN >= 0:
+        begin = tl.load(longer_ptr + BEGIN) * heads
+    end = num_tiles
+    if END >= 0:
+        end = tl.load(longer_ptr + END) * heads
+    return begin, end
+
+
+@triton.jit
+def clear_rows(ptr, first, end, heads, head, HEAD_DIM: tl.constexpr):
+    """Zeros in rows [first, min(first + ROWS, end)) of a head of a contiguous (rows, H, D) tensor.
+
+    A few rows at a time: this is rare, and must not take registers from the loops over blocks.
+    """
+    STEP: tl.constexpr = 8
+    columns = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    for step in tl.range(0, ROWS, STEP):
+        rows = first + step + tl.arange(0, STEP)
+        zeros = tl.zeros([STEP, HEAD_DIM], ptr.dtype.element_ty)
+        tl.store(ptr + (rows * (heads * HEAD_DIM))[:, None] + columns[None, :], zeros, mask=(rows < end)[:, None])
 
 
 @triton.jit

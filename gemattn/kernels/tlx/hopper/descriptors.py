@@ -50,10 +50,15 @@ def describe_forward_kernel(
     kv_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    LONGER: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SHORT_BLOCK_N: tl.constexpr,
     SHARED_QUERY: tl.constexpr,
 ):
-    """Descriptors of query, key, value and out for sequence `program_id(0)`; slot = tensor * B + sequence."""
+    """Descriptors of query, key, value and out for sequence `program_id(0)`; slot = tensor * B + sequence.
+
+    Keys and values in blocks of BLOCK_N rows where there are more than LONGER of them, else of SHORT_BLOCK_N.
+    """
     sequence = tl.program_id(0)
     q_start = tl.load(q_offsets_ptr + sequence)
     n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
@@ -62,10 +67,14 @@ def describe_forward_kernel(
     q_first = tl.zeros([], tl.int64) if SHARED_QUERY else q_start
     _describe(table, sequence, q_ptr, q_first, n_q, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
     slot = num_sequences + sequence
-    _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
-    slot += num_sequences
-    _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
-    slot += num_sequences
+    v_slot = slot + num_sequences
+    if n_kv > LONGER:
+        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+    else:
+        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
+        _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
+    slot = v_slot + num_sequences
     _describe(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
 
 

@@ -10,38 +10,62 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import LN2, RECORD_ROWS, hide, key_blocks, read_tile, ring
+from gemattn.kernels.tlx.hopper.common import (
+    LN2,
+    RECORD_ROWS,
+    ROWS,
+    clear_rows,
+    hide,
+    key_blocks,
+    read_tile,
+    ring,
+    tile_range,
+)
 
 
 @triton.jit
 def _softmax_step(scores, row_max, row_sum):
-    """Online softmax of scaled scores, base 2: (probabilities, correction, new maximum, new sum)."""
+    """Online softmax of scaled scores, base 2: (probabilities, correction, new maximum, new sum).
+
+    No score exceeds its row's maximum and the kernel is compiled without contraction to fused multiply-adds, so the
+    exponent's argument is at most 0 as it stands.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.math.exp2(tl.minimum(scores - reference[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    p = tl.math.exp2(scores - reference[:, None])
     correction = tl.math.exp2(row_max - reference)
     return p, correction, new_max, row_sum * correction + tl.sum(p, 1)
 
 
 @triton.jit
+def _my_turn(half: tl.constexpr, PINGPONG: tl.constexpr):
+    """The two consumers issue their score products in turn: one's softmax fills the other's products."""
+    if PINGPONG:
+        tlx.named_barrier_wait(9 + half, 256)
+
+
+@triton.jit
+def _your_turn(half: tl.constexpr, PINGPONG: tl.constexpr):
+    if PINGPONG:
+        tlx.named_barrier_arrive(10 - half, 256)
+
+
+@triton.jit
 def _produce(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, group, num_sequences, out_rows, q_head_stride,
-    k_head_stride, v_head_stride, window_left, window_right, q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free,
+    table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, group, num_sequences, q_head_stride, k_head_stride,
+    v_head_stride, window_left, window_right, q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free,
     v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr,
     STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = RECORD_ROWS // 2
     q_count = 0
     kv_count = 0
-    tile = tl.program_id(0)
-    segment, head, first_row, n_q, n_kv, _ = read_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
-    )
+    tile = first_tile + tl.program_id(0)
+    segment, head, first_row, n_q, n_kv, _ = read_tile(tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences)
     while segment >= 0:
-        # Read ahead: three dependent loads would otherwise stand before every tile.
+        # Read ahead: loads would otherwise stand before every tile.
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, _ = read_tile(
-            tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+            tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
         if segment < num_sequences:
             last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
@@ -49,7 +73,7 @@ def _produce(
                 first_row, last_row, n_q, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
             )
             if end > begin:
-                q_desc = read_descriptor(table, segment, [HALF, HEAD_DIM], DTYPE)
+                q_desc = read_descriptor(table, segment, [ROWS, HEAD_DIM], DTYPE)
                 k_desc = read_descriptor(table, num_sequences + segment, [BLOCK_N, HEAD_DIM], DTYPE)
                 v_desc = read_descriptor(table, 2 * num_sequences + segment, [BLOCK_N, HEAD_DIM], DTYPE)
                 q_column = head * q_head_stride
@@ -59,9 +83,9 @@ def _produce(
                 for half in tl.static_range(2):
                     q_slot = q_buf * 2 + half
                     tlx.barrier_wait(q_free[q_slot], q_phase ^ 1)
-                    tlx.barrier_expect_bytes(q_full[q_slot], HALF * HEAD_DIM * 2)
+                    tlx.barrier_expect_bytes(q_full[q_slot], ROWS * HEAD_DIM * 2)
                     tlx.async_descriptor_load(
-                        q_desc, q_bufs[q_slot], [first_row + half * HALF, q_column], q_full[q_slot]
+                        q_desc, q_bufs[q_slot], [first_row + half * ROWS, q_column], q_full[q_slot]
                     )
                 q_count += 1
                 for step in tl.range(0, end - begin):
@@ -94,13 +118,11 @@ def _consume_blocks(
         buf, phase = ring(kv_count, STAGES_KV)
         before, before_phase = ring(kv_count - 1, STAGES_KV)
         tlx.barrier_wait(k_full[buf], phase)
-        if PINGPONG:
-            tlx.named_barrier_wait(9 + half, 256)
+        _my_turn(half, PINGPONG)
         scores = tlx.async_dot(q_buf, tlx.local_trans(k_bufs[buf]))
+        _your_turn(half, PINGPONG)
         tlx.barrier_wait(v_full[before], before_phase)
         acc = tlx.async_dot(p.to(DTYPE), v_bufs[before], acc)
-        if PINGPONG:
-            tlx.named_barrier_arrive(10 - half, 256)
         scores = tlx.async_dot_wait(1, scores)
         tlx.barrier_arrive(k_free[buf], 1)
         scores = scores * score_scale  # before the mask: a negative scale would turn -inf around
@@ -118,28 +140,27 @@ def _consume_blocks(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, num_sequences, out_rows,
-    window_left, window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free, k_full, k_free, v_full,
+    table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences, out_rows, window_left,
+    window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free, k_full, k_free, v_full,
     v_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PINGPONG: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = RECORD_ROWS // 2
     if PINGPONG:
         if half == 1:
             tlx.named_barrier_arrive(9, 256)
     q_count = 0
     kv_count = 0
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+        tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, next_q_start = read_tile(
-            tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences, out_rows
+            tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        rows = first_row + half * HALF + tl.arange(0, HALF)
+        rows = first_row + half * ROWS + tl.arange(0, ROWS)
         in_segment = rows < n_q
         last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
         begin, free_begin, free_end, end = key_blocks(
@@ -151,14 +172,16 @@ def _consume(
             q_buf, q_phase = ring(q_count, STAGES_Q)
             q_slot = q_buf * 2 + half
             q_count += 1
-            acc = tl.zeros([HALF, HEAD_DIM], tl.float32)
-            row_max = tl.full([HALF], float("-inf"), tl.float32)
-            row_sum = tl.zeros([HALF], tl.float32)
+            acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+            row_max = tl.full([ROWS], float("-inf"), tl.float32)
+            row_sum = tl.zeros([ROWS], tl.float32)
 
             buf, phase = ring(kv_count, STAGES_KV)
             tlx.barrier_wait(q_full[q_slot], q_phase)
             tlx.barrier_wait(k_full[buf], phase)
+            _my_turn(half, PINGPONG)
             scores = tlx.async_dot(q_bufs[q_slot], tlx.local_trans(k_bufs[buf]))
+            _your_turn(half, PINGPONG)
             scores = tlx.async_dot_wait(0, scores)
             tlx.barrier_arrive(k_free[buf], 1)
             scores = scores * score_scale
@@ -212,17 +235,11 @@ def _consume(
             tlx.async_descriptor_store_wait(0)
             tlx.local_store(o_bufs[half], acc.to(DTYPE))
             tlx.fence("async_shared")
-            o_desc = read_descriptor(table, 3 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(o_desc, o_bufs[half], [first_row + half * HALF, head * HEAD_DIM])
+            o_desc = read_descriptor(table, 3 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
+            tlx.async_descriptor_store(o_desc, o_bufs[half], [first_row + half * ROWS, head * HEAD_DIM])
         else:
-            columns = tl.arange(0, HEAD_DIM)
-            row = (q_start + rows) * (heads * HEAD_DIM) + head * HEAD_DIM
-            tl.store(
-                out_ptr + row[:, None] + columns[None, :],
-                tl.zeros([HALF, HEAD_DIM], DTYPE),
-                mask=in_segment[:, None],
-            )
-            tl.store(lse_ptrs, tl.full([HALF], float("-inf"), tl.float32), mask=in_segment)
+            clear_rows(out_ptr, q_start + first_row + half * ROWS, q_start + n_q, heads, head, HEAD_DIM)
+            tl.store(lse_ptrs, tl.full([ROWS], float("-inf"), tl.float32), mask=in_segment)
         segment = next_segment
         head = next_head
         first_row = next_first_row
@@ -234,35 +251,42 @@ def _consume(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_left", "window_right"])
 def forward_kernel(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, group, num_sequences, out_rows,
+    table, tiles_ptr, longer_ptr, offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, group, num_sequences, out_rows,
     q_head_stride, k_head_stride, v_head_stride, window_left, window_right, score_scale, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr, PINGPONG: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr, PINGPONG: tl.constexpr,
+    WARP_BARRIERS: tl.constexpr,
 ):  # fmt: skip
-    """out (out_rows, H, D) and lse (H, out_rows). Persistent: any grid; 12 warps in three groups."""
-    HALF: tl.constexpr = RECORD_ROWS // 2
+    """out (out_rows, H, D) and lse (H, out_rows) of the tiles of the length classes BEGIN to END, see `tile_range`.
+
+    Persistent: any grid; 12 warps in three groups.
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q)
-    o_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
+    q_bufs = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, 2 * STAGES_Q)
+    o_bufs = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, 2)
     k_bufs = tlx.local_alloc((BLOCK_N, HEAD_DIM), DTYPE, STAGES_KV)
     v_bufs = tlx.local_alloc((BLOCK_N, HEAD_DIM), DTYPE, STAGES_KV)
     q_full = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     q_free = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     k_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
-    k_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
     v_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
-    v_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
+    if WARP_BARRIERS:
+        k_free = tlx.alloc_warp_barrier(num_barriers=STAGES_KV, num_warps=4, num_arrivals=2)
+        v_free = tlx.alloc_warp_barrier(num_barriers=STAGES_KV, num_warps=4, num_arrivals=2)
+    else:
+        k_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
+        v_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
+    first_tile, last_tile = tile_range(longer_ptr, num_tiles, heads, BEGIN, END)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, group, num_sequences, out_rows,
-                q_head_stride, k_head_stride, v_head_stride, window_left, window_right, q_bufs, k_bufs, v_bufs, q_full,
-                q_free, k_full, k_free, v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT,
-                HAS_RIGHT,
+                table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, group, num_sequences, q_head_stride,
+                k_head_stride, v_head_stride, window_left, window_right, q_bufs, k_bufs, v_bufs, q_full, q_free, k_full,
+                k_free, v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, num_sequences,
+                table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences,
                 out_rows, window_left, window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free,
                 k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q,
                 STAGES_KV, HAS_LEFT, HAS_RIGHT, PINGPONG,

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gemattn.kernels.schedule import Schedule
+from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_shared import shared_query_gradient_kernel
+from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_backward_kernel, describe_forward_kernel
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
 from gemattn.spec import UNLIMITED, AttentionSpec
@@ -26,14 +27,16 @@ class ForwardTile(NamedTuple):
     block_n: int
     stages_q: int
     stages_kv: int
-    registers: int
+    registers: int = 240
     pingpong: bool = False
+    warp_barriers: bool = False
 
 
 FORWARD = {
-    64: ForwardTile(128, 2, 3, 240),
-    128: ForwardTile(128, 2, 2, 240),
+    64: (ForwardTile(128, 2, 3), ForwardTile(64, 2, 6, warp_barriers=True)),
+    128: (ForwardTile(128, 2, 2, pingpong=True), ForwardTile(64, 2, 4)),
 }
+"""By head size: for sequences of more keys than LENGTH_CLASSES[0], and for the others."""
 
 
 class BackwardTile(NamedTuple):
@@ -49,6 +52,10 @@ BACKWARD = {
     64: BackwardTile(128, 3, 4, 240),
     128: BackwardTile(128, 2, 3, 240),
 }
+
+ONE_TILE_STAGES = {64: 2, 128: 1}
+ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
+"""In self-attention, sequences of this class on take the kernel that keeps a whole sequence in one tile."""
 
 
 @functools.cache
@@ -78,7 +85,7 @@ def forward(
     kv_offsets: Tensor,
     schedule: list[Tensor],
     spec: AttentionSpec,
-    tile: ForwardTile | None = None,
+    tiles: tuple[ForwardTile, ForwardTile] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
@@ -90,7 +97,9 @@ def forward(
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     table = torch.empty(4 * sequences * _DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
-    tile = tile or FORWARD[head_dim]
+    tiles = tiles or FORWARD[head_dim]
+    num_tiles = lists.q_tiles.shape[0] * heads
+    grid = (min(num_tiles, _multiprocessors(query.device)),)
     with torch.cuda.device_of(query):
         if sequences:
             describe_forward_kernel[(sequences,)](
@@ -109,39 +118,45 @@ def forward(
                 kv_heads,
                 HEAD_DIM=head_dim,
                 BLOCK_M=64,
-                BLOCK_N=tile.block_n,
+                LONGER=LENGTH_CLASSES[0],
+                BLOCK_N=tiles[0].block_n,
+                SHORT_BLOCK_N=tiles[1].block_n,
                 SHARED_QUERY=spec.shared_query,
                 num_warps=1,
             )
-        num_tiles = lists.q_tiles.shape[0] * heads
-        forward_kernel[(min(num_tiles, _multiprocessors(query.device)),)](
-            table,
-            lists.q_tiles,
-            lists.q_offsets,
-            lists.kv_offsets,
-            out,
-            lse,
-            num_tiles,
-            heads,
-            heads // kv_heads,
-            sequences,
-            rows,
-            _strides(query)[1],
-            _strides(key)[1],
-            _strides(value)[1],
-            min(spec.window_left, _WIDEST_WINDOW),
-            min(spec.window_right, _WIDEST_WINDOW),
-            spec.scale * math.log2(math.e),
-            HEAD_DIM=head_dim,
-            BLOCK_N=tile.block_n,
-            STAGES_Q=tile.stages_q,
-            STAGES_KV=tile.stages_kv,
-            HAS_LEFT=spec.window_left != UNLIMITED,
-            HAS_RIGHT=spec.window_right != UNLIMITED,
-            REGISTERS=tile.registers,
-            PINGPONG=tile.pingpong,
-            num_warps=4,
-        )
+        for tile, (begin, end) in zip(tiles, ((-1, 0), (0, -1)), strict=True):
+            forward_kernel[grid](
+                table,
+                lists.q_tiles,
+                lists.q_longer,
+                lists.q_offsets,
+                out,
+                lse,
+                num_tiles,
+                heads,
+                heads // kv_heads,
+                sequences,
+                rows,
+                _strides(query)[1],
+                _strides(key)[1],
+                _strides(value)[1],
+                min(spec.window_left, _WIDEST_WINDOW),
+                min(spec.window_right, _WIDEST_WINDOW),
+                spec.scale * math.log2(math.e),
+                HEAD_DIM=head_dim,
+                BLOCK_N=tile.block_n,
+                STAGES_Q=tile.stages_q,
+                STAGES_KV=tile.stages_kv,
+                BEGIN=begin,
+                END=end,
+                HAS_LEFT=spec.window_left != UNLIMITED,
+                HAS_RIGHT=spec.window_right != UNLIMITED,
+                REGISTERS=tile.registers,
+                PINGPONG=tile.pingpong,
+                WARP_BARRIERS=tile.warp_barriers,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return out, lse
 
 
@@ -188,6 +203,9 @@ def backward(
     window = (min(spec.window_left, _WIDEST_WINDOW), min(spec.window_right, _WIDEST_WINDOW))
     strides = tuple(_strides(x)[1] for x in (query, key, value, dout))
     scales = (spec.scale, spec.scale * math.log2(math.e))
+    # One offsets tensor for both sides, so the lengths are the same.
+    one_tile = q_offsets is not None and q_offsets.data_ptr() == kv_offsets.data_ptr()
+    last_class = ONE_TILE_CLASS if one_tile else -1
     options = {"HEAD_DIM": head_dim, "HAS_LEFT": has_left, "HAS_RIGHT": has_right, "REGISTERS": tile.registers}
     with torch.cuda.device_of(query):
         describe_backward_kernel[(sequences + 1,)](
@@ -229,7 +247,6 @@ def backward(
                 shared_query_gradient_kernel[(chunks * heads * query_blocks,)](
                     table,
                     lists.q_tiles,
-                    lists.kv_offsets,
                     *statistics_of,
                     query,
                     heads,
@@ -250,8 +267,8 @@ def backward(
             query_gradient_kernel[(min(num_tiles, processors),)](
                 table,
                 lists.q_tiles,
+                lists.q_longer,
                 lists.q_offsets,
-                lists.kv_offsets,
                 *statistics_of,
                 dq,
                 num_tiles,
@@ -263,6 +280,7 @@ def backward(
                 *scales,
                 BLOCK_N=tile.block_n,
                 STAGES_KV=tile.stages_kv,
+                END=last_class,
                 HAS_DLSE=dlse is not None,
                 num_warps=4,
                 **options,
@@ -271,6 +289,7 @@ def backward(
         key_gradient_kernel[(min(num_tiles, processors),)](
             table,
             lists.kv_tiles,
+            lists.kv_longer,
             lists.q_offsets,
             lists.kv_offsets,
             dk,
@@ -278,14 +297,38 @@ def backward(
             num_tiles,
             heads,
             sequences,
-            kv_rows,
             *strides,
             *window,
             *scales,
             STAGES_Q=tile.stages_q,
+            END=last_class,
             num_warps=4,
             **options,
         )
+        if one_tile:
+            one_tile_gradient_kernel[(min(num_tiles, processors),)](
+                table,
+                lists.q_tiles,
+                lists.q_longer,
+                lists.q_offsets,
+                lse,
+                lse if dlse is None else dlse,
+                dq,
+                dk,
+                dv,
+                num_tiles,
+                heads,
+                sequences,
+                rows,
+                *strides,
+                *window,
+                *scales,
+                STAGES=ONE_TILE_STAGES[head_dim],
+                BEGIN=ONE_TILE_CLASS,
+                HAS_DLSE=dlse is not None,
+                num_warps=4,
+                **options,
+            )
     if spec.shared_query:
         dq = partial.sum(0)[: query.shape[0]].to(query.dtype) if sequences else torch.zeros_like(query)
     return dq, dk, dv
