@@ -100,7 +100,7 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         for name in function.arg_names
     }
     compiled = triton.compile(
-        ASTSource(function, signature, values), target=TARGET, options=OPTIONS.get(kernel, {}) | {"num_warps": 4}
+        ASTSource(function, signature, values), target=TARGET, options=OPTIONS.get(kernel, {}) | {"num_warps": 4, "num_stages": 1}
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

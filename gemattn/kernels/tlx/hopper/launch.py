@@ -155,6 +155,7 @@ def forward(
                 PINGPONG=tile.pingpong,
                 WARP_BARRIERS=tile.warp_barriers,
                 num_warps=4,
+                num_stages=1,
                 enable_fp_fusion=False,
             )
     return out, lse
@@ -260,6 +261,7 @@ def backward(
                     STAGES_KV=tile.stages_kv,
                     HAS_DLSE=dlse is not None,
                     num_warps=4,
+                    num_stages=1,
                     **options,
                 )
         else:
@@ -283,6 +285,7 @@ def backward(
                 END=last_class,
                 HAS_DLSE=dlse is not None,
                 num_warps=4,
+                num_stages=1,
                 **options,
             )
         num_tiles = lists.kv_tiles.shape[0] * heads
@@ -303,6 +306,7 @@ def backward(
             STAGES_Q=tile.stages_q,
             END=last_class,
             num_warps=4,
+            num_stages=1,
             **options,
         )
         if one_tile:
@@ -327,6 +331,7 @@ def backward(
                 BEGIN=ONE_TILE_CLASS,
                 HAS_DLSE=dlse is not None,
                 num_warps=4,
+                num_stages=1,
                 **options,
             )
     if spec.shared_query:
