@@ -88,7 +88,7 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         name: "constexpr" if name in values else POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in function.arg_names
     }
-    compiled = triton.compile(ASTSource(function, signature, values), target=TARGET, options={"num_warps": 4})
+    compiled = triton.compile(ASTSource(function, signature, values), target=TARGET, options={"num_warps": 4, "num_stages": 1})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -40,6 +40,7 @@ def test_machine_code(head_dim, mask):
         assert c["wgmma"] > 0 and c["tma_loads"] > 0 and c["setmaxnreg"] > 0, c
         assert len(c["loops"]) == 2, c
         for loop in c["loops"]:
-            # A wait after every product means that the assembler serialised them for want of registers.
-            assert loop["waits"] < loop["products"], c
+            # The waits that the kernels ask for, one for 8 matrix instructions or more. A wait after every product of
+            # tiles comes from a software pipeliner that is not off; one after every instruction from want of registers.
+            assert loop["waits"] * 5 <= loop["products"], c
             assert loop["local"] <= (1 if c["kernel"] == "query" else 0), c  # it reloads one register

@@ -141,6 +141,7 @@ def forward(
             REGISTERS=tile.registers,
             PINGPONG=tile.pingpong,
             num_warps=4,
+            num_stages=1,
         )
     return out, lse
 
@@ -243,6 +244,7 @@ def backward(
                     STAGES_KV=tile.stages_kv,
                     HAS_DLSE=dlse is not None,
                     num_warps=4,
+                    num_stages=1,
                     **options,
                 )
         else:
@@ -265,6 +267,7 @@ def backward(
                 STAGES_KV=tile.stages_kv,
                 HAS_DLSE=dlse is not None,
                 num_warps=4,
+                num_stages=1,
                 **options,
             )
         num_tiles = lists.kv_tiles.shape[0] * heads
@@ -284,6 +287,7 @@ def backward(
             *scales,
             STAGES_Q=tile.stages_q,
             num_warps=4,
+            num_stages=1,
             **options,
         )
     if spec.shared_query:
