@@ -1,6 +1,5 @@
 """Host side of the Hopper kernels: allocate, choose tiles, launch. Called with real tensors only, checked before."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -13,11 +12,9 @@ from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_shared import shared_query_gradient_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_backward_kernel, describe_forward_kernel
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
+from gemattn.kernels.tlx.hopper.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, described, multiprocessors, strides_of
+from gemattn.kernels.tlx.hopper.launch_fused import FusedTile, fused_backward
 from gemattn.spec import UNLIMITED, AttentionSpec
-
-_DESCRIPTOR_BYTES = 128
-_WIDEST_WINDOW = 1 << 30
-"""No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
 
 
 class ForwardTile(NamedTuple):
@@ -37,7 +34,7 @@ FORWARD = {
 
 
 class BackwardTile(NamedTuple):
-    """Launch options of the backward kernels; 2 x 64 query rows and 2 x 64 keys always."""
+    """Launch options of the split backward kernels; 2 x 64 query rows and 2 x 64 keys always."""
 
     block_n: int
     stages_kv: int
@@ -50,24 +47,10 @@ BACKWARD = {
     128: BackwardTile(128, 2, 3, 240),
 }
 
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _described(x: Tensor) -> Tensor:
-    """`x`, or a copy that TMA can describe: gradients come in any layout, expanded from a scalar among others."""
-    rows, heads, _ = x.shape
-    strides = ((x.stride(0), rows), (x.stride(1), heads))
-    regular = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 and s > 0 for s, n in strides if n > 1)
-    return x if regular and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """(row, head) strides; a dimension of size 1 may hold any stride, and TMA would mind."""
-    rows, heads, head_dim = x.shape
-    return (x.stride(0) if rows > 1 else heads * head_dim, x.stride(1) if heads > 1 else head_dim)
+FUSED_SHARED = True
+"""Whether a shared query takes the fused backward: deterministic all the same."""
+FUSED_OWN = True
+"""Whether other queries do, unless the call asks for determinism."""
 
 
 def forward(
@@ -82,14 +65,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
-    query, key, value = (_described(x) for x in (query, key, value))
+    query, key, value = (described(x) for x in (query, key, value))
     heads, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = query.shape[0] * sequences if spec.shared_query else query.shape[0]
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    table = torch.empty(4 * sequences * _DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     tile = tile or FORWARD[head_dim]
     with torch.cuda.device_of(query):
         if sequences:
@@ -101,9 +84,9 @@ def forward(
                 out,
                 lists.q_offsets,
                 lists.kv_offsets,
-                *_strides(query),
-                *_strides(key),
-                *_strides(value),
+                *strides_of(query),
+                *strides_of(key),
+                *strides_of(value),
                 sequences,
                 heads,
                 kv_heads,
@@ -114,7 +97,7 @@ def forward(
                 num_warps=1,
             )
         num_tiles = lists.q_tiles.shape[0] * heads
-        forward_kernel[(min(num_tiles, _multiprocessors(query.device)),)](
+        forward_kernel[(min(num_tiles, multiprocessors(query.device)),)](
             table,
             lists.q_tiles,
             lists.q_offsets,
@@ -126,11 +109,11 @@ def forward(
             heads // kv_heads,
             sequences,
             rows,
-            _strides(query)[1],
-            _strides(key)[1],
-            _strides(value)[1],
-            min(spec.window_left, _WIDEST_WINDOW),
-            min(spec.window_right, _WIDEST_WINDOW),
+            strides_of(query)[1],
+            strides_of(key)[1],
+            strides_of(value)[1],
+            min(spec.window_left, WIDEST_WINDOW),
+            min(spec.window_right, WIDEST_WINDOW),
             spec.scale * math.log2(math.e),
             HEAD_DIM=head_dim,
             BLOCK_N=tile.block_n,
@@ -158,13 +141,19 @@ def backward(
     kv_offsets: Tensor,
     schedule: list[Tensor],
     spec: AttentionSpec,
-    tile: BackwardTile | None = None,
+    tile: BackwardTile | FusedTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the input dtype, every row written; deterministic. G = H only."""
+    """(dq, dk, dv) in the input dtype, every row written; deterministic where `spec` asks for it. G = H only.
+
+    A `tile` chooses the kernels too, for measurements.
+    """
     lists = Schedule(*schedule)
-    query, key, value, dout = (_described(x) for x in (query, key, value, dout))
+    query, key, value, dout = (described(x) for x in (query, key, value, dout))
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    fused = FUSED_SHARED if spec.shared_query else FUSED_OWN and not spec.deterministic
+    if isinstance(tile, FusedTile) or (tile is None and fused):
+        return fused_backward(dout, dlse, query, key, value, out, lse, lists, spec, tile)
     heads, head_dim = query.shape[1:]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
@@ -172,7 +161,7 @@ def backward(
     tile = tile or BACKWARD[head_dim]
     dk = torch.empty((kv_rows, heads, head_dim), dtype=key.dtype, device=key.device)
     dv = torch.empty_like(dk)
-    processors = _multiprocessors(query.device)
+    processors = multiprocessors(query.device)
     query_blocks = -(-query.shape[0] // 128)
     chunks = max(1, min(sequences, processors // max(1, query_blocks * heads)))
     if spec.shared_query:
@@ -184,10 +173,10 @@ def backward(
     statistics = (rows // 64 + sequences + 1) * heads * 64
     row_lse = torch.empty(statistics, dtype=torch.float32, device=query.device)
     row_delta = torch.empty_like(row_lse)
-    table = torch.empty((10 * sequences + 4) * _DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    table = torch.empty((10 * sequences + 4) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = (min(spec.window_left, _WIDEST_WINDOW), min(spec.window_right, _WIDEST_WINDOW))
-    strides = tuple(_strides(x)[1] for x in (query, key, value, dout))
+    window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
+    strides = tuple(strides_of(x)[1] for x in (query, key, value, dout))
     scales = (spec.scale, spec.scale * math.log2(math.e))
     options = {"HEAD_DIM": head_dim, "HAS_LEFT": has_left, "HAS_RIGHT": has_right, "REGISTERS": tile.registers}
     with torch.cuda.device_of(query):
@@ -206,10 +195,10 @@ def backward(
             partial,
             lists.q_offsets,
             lists.kv_offsets,
-            *_strides(query),
-            *_strides(key),
-            *_strides(value),
-            *_strides(dout),
+            *strides_of(query),
+            *strides_of(key),
+            *strides_of(value),
+            *strides_of(dout),
             sequences,
             query.shape[0],
             statistics,

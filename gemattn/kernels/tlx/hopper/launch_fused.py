@@ -1,0 +1,197 @@
+"""Host side of the fused backward: allocate, choose tiles, launch."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemattn.kernels.schedule import Schedule
+from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
+from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel, prepare_kernel
+from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
+from gemattn.kernels.tlx.hopper.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, multiprocessors, strides_of
+from gemattn.spec import UNLIMITED, AttentionSpec
+
+_BLOCK = 64
+"""Query rows of a block of the scratch."""
+_COLUMNS = 32
+"""`backward_scratch.SCRATCH_COLUMNS`."""
+_PARTS = 4
+"""Programs that add the partial sums of one block."""
+
+
+class FusedTile(NamedTuple):
+    """Launch options of the fused backward; 2 x 64 keys and blocks of 64 query rows always."""
+
+    stages_k: int
+    """At least 2: a tile's keys are freed in the next tile."""
+    stages_q: int
+    registers: int
+    free_by_thread: bool = True
+    """Every thread frees a buffer for itself: no barrier among a consumer's warps."""
+    wait_for_sums: bool = True
+    """With a shared query, wait until a sum is in memory before the next one to the same place is started."""
+    early_dv: bool = False
+    """Start dv before dp is there: more overlap, more registers."""
+
+
+FUSED = {
+    64: FusedTile(2, 4, 240),
+    128: FusedTile(2, 2, 240),
+}
+
+
+def fused_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lists: Schedule,
+    spec: AttentionSpec,
+    tile: FusedTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of tensors that TMA can describe. With a shared query deterministic, else dq is not. G = H only."""
+    heads, head_dim = query.shape[1:]
+    sequences = lists.kv_offsets.shape[0] - 1
+    rows, kv_rows = out.shape[0], key.shape[0]
+    tile = tile or FUSED[head_dim]
+    dq = torch.empty((query.shape[0], heads, head_dim), dtype=query.dtype, device=query.device)
+    dk = torch.empty((kv_rows, heads, head_dim), dtype=key.dtype, device=key.device)
+    dv = torch.empty_like(dk)
+    has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
+    window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
+    statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
+    stat = torch.empty(statistics, dtype=torch.float32, device=query.device)
+    delta = torch.empty_like(stat)
+    query_blocks = -(-query.shape[0] // _BLOCK)
+    chunks = max(1, multiprocessors(query.device) // heads)
+    if spec.shared_query:
+        # A program adds to a block of its own; no other pass clears it.
+        blocks = chunks * heads * query_blocks
+        scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=query.device)
+        programs = chunks * heads
+    else:
+        scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
+        programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
+    table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    q_tiles = lists.q_tiles.shape[0] * heads
+    with torch.cuda.device_of(query):
+        describe_fused_kernel[(sequences + 1,)](
+            table,
+            query,
+            dout,
+            key,
+            value,
+            dk,
+            dv,
+            stat,
+            delta,
+            scratch,
+            lists.q_offsets,
+            lists.kv_offsets,
+            *strides_of(query),
+            *strides_of(key),
+            *strides_of(value),
+            *strides_of(dout),
+            sequences,
+            statistics,
+            max(1, scratch.numel() // _COLUMNS),
+            window[1],
+            heads,
+            HEAD_DIM=head_dim,
+            BLOCK=_BLOCK,
+            SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
+            SCRATCH_COLUMNS=_COLUMNS,
+            SHARED_QUERY=spec.shared_query,
+            HAS_RIGHT=has_right,
+            num_warps=1,
+        )
+        prepare_kernel[(q_tiles,)](
+            lists.q_tiles,
+            lists.q_offsets,
+            lists.kv_offsets,
+            out,
+            dout,
+            lse,
+            lse if dlse is None else dlse,
+            stat,
+            delta,
+            scratch,
+            q_tiles,
+            heads,
+            sequences,
+            rows,
+            *strides_of(dout),
+            window[1],
+            HEAD_DIM=head_dim,
+            HAS_DLSE=dlse is not None,
+            HAS_RIGHT=has_right,
+            CLEAR=not spec.shared_query,
+            num_warps=4,
+            num_stages=1,
+        )
+        fused_gradient_kernel[(programs,)](
+            table,
+            lists.kv_tiles,
+            lists.q_offsets,
+            lists.kv_offsets,
+            dk,
+            dv,
+            lists.kv_tiles.shape[0] * heads,
+            heads,
+            sequences,
+            kv_rows,
+            query_blocks,
+            *(strides_of(x)[1] for x in (query, key, value, dout)),
+            *window,
+            spec.scale,
+            spec.scale * math.log2(math.e),
+            HEAD_DIM=head_dim,
+            STAGES_K=tile.stages_k,
+            STAGES_Q=tile.stages_q,
+            SHARED_QUERY=spec.shared_query,
+            HAS_LEFT=has_left,
+            HAS_RIGHT=has_right,
+            REGISTERS=tile.registers,
+            FREE_BY_THREAD=tile.free_by_thread,
+            WAIT_FOR_SUMS=tile.wait_for_sums and spec.shared_query,
+            EARLY_DV=tile.early_dv,
+            num_warps=4,
+            num_stages=1,
+        )
+        if not spec.shared_query:
+            finish_kernel[(q_tiles,)](
+                lists.q_tiles,
+                lists.q_offsets,
+                lists.kv_offsets,
+                scratch,
+                dq,
+                q_tiles,
+                heads,
+                sequences,
+                rows,
+                window[1],
+                spec.scale,
+                HEAD_DIM=head_dim,
+                HAS_RIGHT=has_right,
+                num_warps=4,
+                num_stages=1,
+            )
+        elif query_blocks:
+            add_partials_kernel[(query_blocks * heads * _PARTS,)](
+                scratch,
+                dq,
+                heads,
+                chunks,
+                query.shape[0],
+                spec.scale,
+                HEAD_DIM=head_dim,
+                PART=_PARTS,
+                num_warps=4,
+                num_stages=1,
+            )
+    return dq, dk, dv
