@@ -20,6 +20,8 @@ from gemattn.kernels.tlx.hopper.common import RECORD_ROWS, first_seeing_row, que
 _DS_READY: tl.constexpr = tl.constexpr(9)
 _DS_READ: tl.constexpr = tl.constexpr(11)
 _BOTH: tl.constexpr = tl.constexpr(256)
+# In place of a consumer's turn: each has half of the columns.
+_HALVES: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -99,10 +101,10 @@ def _produce(
 @triton.jit
 def _gradient_block(
     dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right, score_scale,
-    dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free,
+    dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, k_free,
     v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, TURN: tl.constexpr,
+    ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """One query block, whose dq is consumer TURN's. Keys past the end are zero rows: they add nothing to dq, and their
     own rows of dk and dv are never written."""
@@ -125,8 +127,11 @@ def _gradient_block(
             sees = sees & (keys[:, None] >= rows[None, :] + (shift - window_left))
         scores = tl.where(sees, scores, float("-inf"))
     p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    rounded = p.to(DTYPE)
+    if ROUND_P:
+        p = rounded.to(tl.float32)
     if EARLY_DV:
-        dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
+        dv = tlx.async_dot(rounded, do_bufs[buf], dv)
         dp = tlx.async_dot_wait(1, dp)
     else:
         dp = tlx.async_dot_wait(0, dp)
@@ -134,36 +139,51 @@ def _gradient_block(
     tlx.barrier_arrive(v_free[0], 1, pred=block == tile_end - 1)
     ds = (p * (dp - delta[None, :])).to(DTYPE)
     if not EARLY_DV:
-        dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
+        dv = tlx.async_dot(rounded, do_bufs[buf], dv)
     dk = tlx.async_dot(ds, q_bufs[buf], dk)
     if WAIT_FOR_SUMS:
         _wait_for_sums()
     # What this consumer stored before (dq of its last turn, dk and dv of the tile before) has left its buffers.
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(k_free[(tile_count + STAGES_K - 1) % STAGES_K], 1, pred=(block == tile_begin) & (tile_count > 0))
-    tlx.local_store(ds_bufs[2 * half + TURN], ds)
+    slot = q_count % 2 if TURN == _HALVES else TURN
+    tlx.local_store(ds_bufs[2 * half + slot], ds)
     tlx.fence("async_shared")
-    if TURN != half:
+    if TURN == 1 - half:
         tlx.named_barrier_arrive(_DS_READY + TURN, _BOTH)
     dv = tlx.async_dot_wait(1, dv)
     tlx.barrier_arrive(do_free[buf], 1)
     dk = tlx.async_dot_wait(0, dk)
     tlx.barrier_arrive(q_free[buf], 1)
-    if TURN == half:
+    if TURN == _HALVES:
+        WIDTH: tl.constexpr = HEAD_DIM // 2
+        tlx.named_barrier_wait(_DS_READY, _BOTH)
+        k_low = tlx.local_slice(k_bufs[2 * stage], [0, half * WIDTH], [HALF, WIDTH])
+        k_high = tlx.local_slice(k_bufs[2 * stage + 1], [0, half * WIDTH], [HALF, WIDTH])
+        dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_low)
+        dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_high, dq)
+        dq = tlx.async_dot_wait(0, dq)
+        tlx.local_store(dq_bufs[half], in_register_order(dq, HALF, WIDTH))
+        tlx.fence("async_shared")
+        place = scratch + block * scratch_step + half * (HALF * WIDTH // SCRATCH_COLUMNS)
+        tlx.async_descriptor_store(dq_desc, dq_bufs[half], [place, 0], store_reduce="add")
+    elif TURN == half:
         tlx.named_barrier_wait(_DS_READY + TURN, _BOTH)
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[TURN]), k_bufs[2 * stage])
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + TURN]), k_bufs[2 * stage + 1], dq)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.local_store(dq_buf, in_register_order(dq, HALF, HEAD_DIM))
+        tlx.local_store(dq_bufs[0], in_register_order(dq, HALF, HEAD_DIM))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(dq_desc, dq_buf, [scratch + block * scratch_step, 0], store_reduce="add")
+        tlx.async_descriptor_store(dq_desc, dq_bufs[0], [scratch + block * scratch_step, 0], store_reduce="add")
     return dk, dv, q_count + 1
 
 
 @triton.jit
 def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
     """Consumer TURN has read the other's ds and keys: the other may write over them."""
-    if TURN == half:
+    if TURN == _HALVES:
+        tlx.named_barrier_wait(_DS_READ, _BOTH)
+    elif TURN == half:
         tlx.named_barrier_arrive(_DS_READ + TURN, _BOTH)
     else:
         tlx.named_barrier_wait(_DS_READ + TURN, _BOTH)
@@ -172,37 +192,40 @@ def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
 @triton.jit
 def _gradient_blocks(
     dk, dv, q_count, from_block, to_block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
-    score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf,
+    score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs,
     k_free, v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr,
-    EARLY_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [from_block, to_block). Without a mask two at a time, so that each consumer's turn is known to the
     compiler; a block left over, and those with a mask, are consumer 0's turn."""
     alone = from_block
-    if not MASKED:
+    TURN_ALONE: tl.constexpr = _HALVES if HALVES else 0
+    if not (MASKED or HALVES):
         alone = to_block - (to_block - from_block) % 2
         for block in tl.range(from_block, alone, 2):
             dk, dv, q_count = _gradient_block(
                 dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs,
-                ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, MASKED, 0,
+                ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 0,
             )  # fmt: skip
             dk, dv, q_count = _gradient_block(
                 dk, dv, q_count, block + 1, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs,
-                ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, MASKED, 1,
+                ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 1,
             )  # fmt: skip
     for block in tl.range(alone, to_block):
         dk, dv, q_count = _gradient_block(
             dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
             score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
-            dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM, STAGES_K, STAGES_Q,
-            WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, MASKED, 0,
+            dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM, STAGES_K,
+            STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, TURN_ALONE,
         )  # fmt: skip
-        _dq_is_done(half, 0)
+        if not HALVES:
+            _dq_is_done(half, 0)
     return dk, dv, q_count
 
 
@@ -220,8 +243,8 @@ def _consume(
     query_blocks_of_all, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
     delta_bufs, ds_bufs, dq_bufs, dk_bufs, dv_bufs, k_full, k_free, v_full, v_free, q_full, q_free, do_full, do_free,
     half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr,
-    SHARED_QUERY: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    SHARED_QUERY: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     UNIT: tl.constexpr = HALF * HEAD_DIM // SCRATCH_COLUMNS
@@ -232,7 +255,7 @@ def _consume(
     segment, head, first_key, n_kv, n_q, kv_start = read_tile(
         tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
     )
-    dq_desc = read_descriptor(table, 6 * num_sequences + 2, [UNIT, SCRATCH_COLUMNS], tl.float32)
+    dq_desc = read_descriptor(table, 6 * num_sequences + 2, [UNIT // (2 if HALVES else 1), SCRATCH_COLUMNS], tl.float32)
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, next_kv_start = read_tile(
@@ -260,24 +283,24 @@ def _consume(
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, begin, free_begin, begin, end, tile_count, keys, shift, window_left, window_right,
                     score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
-                    ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
-                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, True,
+                    ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
+                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
                 )  # fmt: skip
             dk, dv, q_count = _gradient_blocks(
                 dk, dv, q_count, free_begin, free_end, begin, end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
-                ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, False,
+                ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, False, HALVES,
             )  # fmt: skip
             if HAS_LEFT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, free_end, end, begin, end, tile_count, keys, shift, window_left, window_right,
                     score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
-                    ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
-                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT, True,
+                    ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
+                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
                 )  # fmt: skip
             # dv leaves through this consumer's ds, dk through its half of the keys, once the last dq has read both.
-            _dq_is_done(half, 1)
+            _dq_is_done(half, _HALVES if HALVES else 1)
             tlx.local_store(dv_bufs[DV_BUF], dv.to(DTYPE))
             tlx.local_store(dk_bufs[2 * stage + half], (dk * scale).to(DTYPE))
             tlx.fence("async_shared")
@@ -310,7 +333,7 @@ def fused_gradient_kernel(
     query_blocks_of_all, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale,
     score_scale, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, SHARED_QUERY: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr, FREE_BY_THREAD: tl.constexpr,
-    WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr,
+    WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (kv_rows, H, D), and dq without `scale` added to the scratch. Persistent: any grid, with a shared query
     a multiple of H."""
@@ -321,7 +344,8 @@ def fused_gradient_kernel(
     q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, STAGES_Q)
     do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, STAGES_Q)
     ds_bufs = tlx.local_alloc((HALF, HALF), DTYPE, 4)
-    dq_bufs = tlx.local_alloc((HALF * HEAD_DIM // SCRATCH_COLUMNS, SCRATCH_COLUMNS), tl.float32, 1)
+    DQ_BUFS: tl.constexpr = 2 if HALVES else 1
+    dq_bufs = tlx.local_alloc((HALF * HEAD_DIM // DQ_BUFS // SCRATCH_COLUMNS, SCRATCH_COLUMNS), tl.float32, DQ_BUFS)
     dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * (RECORD_ROWS // HEAD_DIM), reuse=ds_bufs)
     dk_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_K, reuse=k_bufs)
     lse_bufs = tlx.local_alloc((HALF,), tl.float32, STAGES_Q)
@@ -352,5 +376,5 @@ def fused_gradient_kernel(
                 kv_rows, query_blocks_of_all, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs,
                 do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, dk_bufs, dv_bufs, k_full, k_free, v_full, v_free,
                 q_full, q_free, do_full, do_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_K, STAGES_Q,
-                SHARED_QUERY, WAIT_FOR_SUMS, EARLY_DV, HAS_LEFT, HAS_RIGHT,
+                SHARED_QUERY, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, HALVES,
             )  # fmt: skip

@@ -80,7 +80,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
 def finish_kernel(
     tiles_ptr, q_offsets_ptr, kv_offsets_ptr, scratch_ptr, dq_ptr, num_tiles, heads, num_sequences, out_rows,
-    window_right, scale, HEAD_DIM: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    window_right, scale, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq (out_rows, H, D) = scale * scratch, slack rows 0. Grid: num_tiles; a program has one record and head."""
     BLOCK: tl.constexpr = 64
@@ -89,40 +89,43 @@ def finish_kernel(
     )
     if segment >= 0:
         head = head.to(tl.int64)
-        columns = tl.arange(0, HEAD_DIM)
+        WIDTH: tl.constexpr = HEAD_DIM // PIECES
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
         for part in tl.static_range(RECORD_ROWS // BLOCK):
             rows = first_row + part * BLOCK + tl.arange(0, BLOCK)
             if first_row + part * BLOCK < n_q:
-                dq = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-                if n_kv > 0:
-                    block = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK) * HEAD_DIM
-                    dq = in_row_order(tl.load(scratch_ptr + block + tl.arange(0, BLOCK * HEAD_DIM)), BLOCK, HEAD_DIM)
-                    dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
-                offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + columns[None, :]
-                tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
+                block = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK) * HEAD_DIM
+                for piece in tl.static_range(PIECES):
+                    dq = tl.zeros([BLOCK, WIDTH], tl.float32)
+                    if n_kv > 0:
+                        values = block + piece * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
+                        dq = in_row_order(tl.load(scratch_ptr + values), BLOCK, WIDTH)
+                        dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
+                    columns = piece * WIDTH + tl.arange(0, WIDTH)
+                    offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + columns[None, :]
+                    tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
 
 
 @triton.jit(do_not_specialize=["chunks", "shared_rows"])
 def add_partials_kernel(
-    scratch_ptr, dq_ptr, heads, chunks, shared_rows, scale, HEAD_DIM: tl.constexpr, PART: tl.constexpr
+    scratch_ptr, dq_ptr, heads, chunks, shared_rows, scale, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr
 ):
     """dq (S, H, D) = scale * the sum of the programs' scratch, in order. Program p of the fused kernel works for head
-    p % H. Grid: blocks of S * H * (64 / PART); PART rows of 16 a program."""
+    p % H. Grid: blocks of S * H * 4 * PIECES; 16 rows and D / PIECES columns a program."""
     BLOCK: tl.constexpr = 64
-    ROWS: tl.constexpr = BLOCK // PART
-    part = tl.program_id(0) % PART
-    head = tl.program_id(0) // PART % heads
-    block = tl.program_id(0) // PART // heads
+    ROWS: tl.constexpr = 16
+    WIDTH: tl.constexpr = HEAD_DIM // PIECES
+    part = tl.program_id(0) % (BLOCK // ROWS * PIECES)
+    head = tl.program_id(0) // (BLOCK // ROWS * PIECES) % heads
+    block = tl.program_id(0) // (BLOCK // ROWS * PIECES) // heads
     blocks = tl.cdiv(shared_rows, BLOCK)
-    values = tl.arange(0, ROWS * HEAD_DIM)
-    total = tl.zeros([ROWS * HEAD_DIM], tl.float32)
+    values = part * (ROWS * WIDTH) + tl.arange(0, ROWS * WIDTH)
+    total = tl.zeros([ROWS * WIDTH], tl.float32)
     for chunk in tl.range(0, chunks):
         program = (chunk * heads + head).to(tl.int64)
-        total += tl.load(
-            scratch_ptr + (program * blocks + block) * (BLOCK * HEAD_DIM) + part * ROWS * HEAD_DIM + values
-        )
-    dq = in_row_order(total, ROWS, HEAD_DIM) * scale
-    rows = block * BLOCK + part * ROWS + tl.arange(0, ROWS)
-    offset = (rows * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        total += tl.load(scratch_ptr + (program * blocks + block) * (BLOCK * HEAD_DIM) + values)
+    dq = in_row_order(total, ROWS, WIDTH) * scale
+    rows = block * BLOCK + part % (BLOCK // ROWS) * ROWS + tl.arange(0, ROWS)
+    columns = part // (BLOCK // ROWS) * WIDTH + tl.arange(0, WIDTH)
+    offset = (rows * heads + head)[:, None] * HEAD_DIM + columns[None, :]
     tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < shared_rows)[:, None])

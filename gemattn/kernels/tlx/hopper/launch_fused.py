@@ -17,8 +17,6 @@ _BLOCK = 64
 """Query rows of a block of the scratch."""
 _COLUMNS = 32
 """`backward_scratch.SCRATCH_COLUMNS`."""
-_PARTS = 4
-"""Programs that add the partial sums of one block."""
 
 
 class FusedTile(NamedTuple):
@@ -34,6 +32,10 @@ class FusedTile(NamedTuple):
     """With a shared query, wait until a sum is in memory before the next one to the same place is started."""
     early_dv: bool = False
     """Start dv before dp is there: more overlap, more registers."""
+    round_p: bool = False
+    """Take ds from the rounded probabilities: half the registers between p and ds."""
+    halves: bool = False
+    """A block's dq is half each consumer's, in step, instead of the consumers' in turns. D 128 only."""
 
 
 FUSED = {
@@ -77,6 +79,7 @@ def fused_backward(
     else:
         scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
         programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
+    pieces = 2 if tile.halves else 1
     table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     q_tiles = lists.q_tiles.shape[0] * heads
     with torch.cuda.device_of(query):
@@ -104,7 +107,7 @@ def fused_backward(
             heads,
             HEAD_DIM=head_dim,
             BLOCK=_BLOCK,
-            SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
+            SCRATCH_BLOCK=_BLOCK * head_dim // pieces // _COLUMNS,
             SCRATCH_COLUMNS=_COLUMNS,
             SHARED_QUERY=spec.shared_query,
             HAS_RIGHT=has_right,
@@ -160,6 +163,8 @@ def fused_backward(
             FREE_BY_THREAD=tile.free_by_thread,
             WAIT_FOR_SUMS=tile.wait_for_sums and spec.shared_query,
             EARLY_DV=tile.early_dv,
+            ROUND_P=tile.round_p,
+            HALVES=tile.halves,
             num_warps=4,
             num_stages=1,
         )
@@ -177,12 +182,13 @@ def fused_backward(
                 window[1],
                 spec.scale,
                 HEAD_DIM=head_dim,
+                PIECES=pieces,
                 HAS_RIGHT=has_right,
                 num_warps=4,
                 num_stages=1,
             )
         elif query_blocks:
-            add_partials_kernel[(query_blocks * heads * _PARTS,)](
+            add_partials_kernel[(query_blocks * heads * 4 * pieces,)](
                 scratch,
                 dq,
                 heads,
@@ -190,7 +196,7 @@ def fused_backward(
                 query.shape[0],
                 spec.scale,
                 HEAD_DIM=head_dim,
-                PART=_PARTS,
+                PIECES=pieces,
                 num_warps=4,
                 num_stages=1,
             )
