@@ -45,8 +45,8 @@ def prepare_kernel(
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
         tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tl.program_id(0), num_tiles, heads, num_sequences, out_rows
     )
+    head = head.to(tl.int64)
     if (segment >= 0) & (segment < num_sequences):
-        head = head.to(tl.int64)
         columns = tl.arange(0, HEAD_DIM)
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
         for part in tl.static_range(RECORD_ROWS // BLOCK):
@@ -87,8 +87,8 @@ def finish_kernel(
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
         tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tl.program_id(0), num_tiles, heads, num_sequences, out_rows
     )
+    head = head.to(tl.int64)
     if segment >= 0:
-        head = head.to(tl.int64)
         WIDTH: tl.constexpr = HEAD_DIM // PIECES
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
         for part in tl.static_range(RECORD_ROWS // BLOCK):
