@@ -101,7 +101,7 @@ def _produce(
 @triton.jit
 def _gradient_block(
     dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right, score_scale,
-    dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, k_free,
+    dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, k_free,
     v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr,
     ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, TURN: tl.constexpr,
@@ -109,13 +109,15 @@ def _gradient_block(
     """One query block, whose dq is consumer TURN's. Keys past the end are zero rows: they add nothing to dq, and their
     own rows of dk and dv are never written."""
     HALF: tl.constexpr = RECORD_ROWS // 2
-    stage = tile_count % STAGES_K
+    # Always 0, but not to the compiler: it would keep every buffer's address in registers that the products need.
+    zero = q_count >> 30
+    stage = tile_count % STAGES_K + zero
     buf, phase = ring(q_count, STAGES_Q)
     tlx.barrier_wait(q_full[buf], phase)
     scores = tlx.async_dot(k_bufs[2 * stage + half], tlx.local_trans(q_bufs[buf]))
     tlx.barrier_wait(v_full[0], tile_count & 1)
     tlx.barrier_wait(do_full[buf], phase)
-    dp = tlx.async_dot(v_buf, tlx.local_trans(do_bufs[buf]))
+    dp = tlx.async_dot(v_bufs[half + zero], tlx.local_trans(do_bufs[buf]))
     lse = tlx.local_load(lse_bufs[buf])
     scores = tlx.async_dot_wait(1, scores) * score_scale
     if MASKED:
@@ -146,7 +148,7 @@ def _gradient_block(
     # What this consumer stored before (dq of its last turn, dk and dv of the tile before) has left its buffers.
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(k_free[(tile_count + STAGES_K - 1) % STAGES_K], 1, pred=(block == tile_begin) & (tile_count > 0))
-    slot = q_count % 2 if TURN == _HALVES else TURN
+    slot = q_count % 2 if TURN == _HALVES else TURN + zero
     tlx.local_store(ds_bufs[2 * half + slot], ds)
     tlx.fence("async_shared")
     if TURN == 1 - half:
@@ -163,18 +165,18 @@ def _gradient_block(
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_low)
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_high, dq)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.local_store(dq_bufs[half], in_register_order(dq, HALF, WIDTH))
+        tlx.local_store(dq_bufs[half + zero], in_register_order(dq, HALF, WIDTH))
         tlx.fence("async_shared")
         place = scratch + block * scratch_step + half * (HALF * WIDTH // SCRATCH_COLUMNS)
-        tlx.async_descriptor_store(dq_desc, dq_bufs[half], [place, 0], store_reduce="add")
+        tlx.async_descriptor_store(dq_desc, dq_bufs[half + zero], [place, 0], store_reduce="add")
     elif TURN == half:
         tlx.named_barrier_wait(_DS_READY + TURN, _BOTH)
-        dq = tlx.async_dot(tlx.local_trans(ds_bufs[TURN]), k_bufs[2 * stage])
-        dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + TURN]), k_bufs[2 * stage + 1], dq)
+        dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_bufs[2 * stage])
+        dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_bufs[2 * stage + 1], dq)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.local_store(dq_bufs[0], in_register_order(dq, HALF, HEAD_DIM))
+        tlx.local_store(dq_bufs[zero], in_register_order(dq, HALF, HEAD_DIM))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(dq_desc, dq_bufs[0], [scratch + block * scratch_step, 0], store_reduce="add")
+        tlx.async_descriptor_store(dq_desc, dq_bufs[zero], [scratch + block * scratch_step, 0], store_reduce="add")
     return dk, dv, q_count + 1
 
 
@@ -192,8 +194,8 @@ def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
 @triton.jit
 def _gradient_blocks(
     dk, dv, q_count, from_block, to_block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
-    score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs,
-    k_free, v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
+    score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
+    dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr,
     EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASKED: tl.constexpr, HALVES: tl.constexpr,
@@ -207,20 +209,20 @@ def _gradient_blocks(
         for block in tl.range(from_block, alone, 2):
             dk, dv, q_count = _gradient_block(
                 dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
-                score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs,
+                score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
                 STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 0,
             )  # fmt: skip
             dk, dv, q_count = _gradient_block(
                 dk, dv, q_count, block + 1, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
-                score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs,
+                score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
                 STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 1,
             )  # fmt: skip
     for block in tl.range(alone, to_block):
         dk, dv, q_count = _gradient_block(
             dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
-            score_scale, dq_desc, scratch, scratch_step, k_bufs, v_buf, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
+            score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
             dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM, STAGES_K,
             STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, TURN_ALONE,
         )  # fmt: skip
@@ -282,20 +284,20 @@ def _consume(
             if HAS_RIGHT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, begin, free_begin, begin, end, tile_count, keys, shift, window_left, window_right,
-                    score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
+                    score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                     ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                     HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
                 )  # fmt: skip
             dk, dv, q_count = _gradient_blocks(
                 dk, dv, q_count, free_begin, free_end, begin, end, tile_count, keys, shift, window_left, window_right,
-                score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
+                score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
                 STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, False, HALVES,
             )  # fmt: skip
             if HAS_LEFT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, free_end, end, begin, end, tile_count, keys, shift, window_left, window_right,
-                    score_scale, dq_desc, scratch, step, k_bufs, v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs,
+                    score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                     ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                     HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
                 )  # fmt: skip
