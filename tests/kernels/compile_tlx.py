@@ -1,6 +1,6 @@
 """Compile the Hopper kernels where there is no GPU, and tell what the machine code does.
 
-    python tests/kernels/compile_tlx.py --kernel forward query key shared --head-dim 64 128 --mask none both
+    python tests/kernels/compile_tlx.py --kernel forward query key fused --head-dim 64 128 --mask none both
 
 Prints one JSON object a line: shared memory, matrix instructions, waits for them, and local loads and stores inside the
 loops over blocks. Run it as a process of its own: some faults of the compiler abort it.
@@ -39,7 +39,7 @@ class StandIn:
 
 driver.set_active(StandIn())
 
-from gemattn.kernels.tlx.hopper import launch  # noqa: E402 (after the stand-in)
+from gemattn.kernels.tlx.hopper import launch, launch_fused  # noqa: E402 (after the stand-in)
 
 POINTERS = {
     "table": "*i8",
@@ -58,6 +58,16 @@ MASKS = {"none": (False, False), "causal": (False, True), "both": (True, True)}
 
 def constants(kernel: str, head_dim: int) -> dict[str, Any]:
     forward, backward = launch.FORWARD[head_dim], launch.BACKWARD[head_dim]
+    fused = launch_fused.FUSED[head_dim]
+    fused_options = {
+        "STAGES_K": fused.stages_k,
+        "STAGES_Q": fused.stages_q,
+        "REGISTERS": fused.registers,
+        "FREE_BY_THREAD": fused.free_by_thread,
+        "EARLY_DV": fused.early_dv,
+        "OVERLAP_DQ": fused.overlap_dq,
+        "HALVES": fused.halves,
+    }
     keys = {"BLOCK_N": backward.block_n, "STAGES_KV": backward.stages_kv, "HAS_DLSE": True}
     return {
         "forward": {
@@ -69,6 +79,8 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
         "query": keys | {"REGISTERS": backward.registers},
         "shared": keys | {"REGISTERS": backward.registers},
         "key": {"STAGES_Q": backward.stages_q, "REGISTERS": backward.registers},
+        "fused": fused_options | {"SHARED_QUERY": False, "WAIT_FOR_SUMS": False},
+        "fused_shared": fused_options | {"SHARED_QUERY": True, "WAIT_FOR_SUMS": fused.wait_for_sums},
     }[kernel]
 
 
@@ -77,7 +89,16 @@ KERNELS = {
     "query": launch.query_gradient_kernel,
     "shared": launch.shared_query_gradient_kernel,
     "key": launch.key_gradient_kernel,
+    "fused": launch_fused.fused_gradient_kernel,
+    "fused_shared": launch_fused.fused_gradient_kernel,
 }
+
+
+def count_block_loops(kernel: str, head_dim: int, mask: str) -> int:
+    """Loops over blocks that a kernel has, all masks' and both consumers' in the fused ones, else one a consumer."""
+    if not kernel.startswith("fused"):
+        return 2
+    return 2 * (sum(MASKS[mask]) + (1 if launch_fused.FUSED[head_dim].halves else 2))
 
 
 def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
@@ -88,13 +109,15 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         name: "constexpr" if name in values else POINTERS.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in function.arg_names
     }
-    compiled = triton.compile(ASTSource(function, signature, values), target=TARGET, options={"num_warps": 4, "num_stages": 1})
+    compiled = triton.compile(
+        ASTSource(function, signature, values), target=TARGET, options={"num_warps": 4, "num_stages": 1}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    # The two shortest are the loops over blocks, one a consumer; others branch back past a tile's start or end.
-    loops = sorted(innermost_matrix_loops(sass), key=len)[:2]
+    # The shortest are the loops over blocks; others branch back past a tile's start or end.
+    loops = sorted(innermost_matrix_loops(sass), key=len)[: count_block_loops(kernel, head_dim, mask)]
     return {
         "kernel": kernel,
         "head_dim": head_dim,

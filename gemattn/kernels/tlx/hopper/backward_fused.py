@@ -104,7 +104,7 @@ def _gradient_block(
     dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, k_free,
     v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr,
-    ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, TURN: tl.constexpr,
+    OVERLAP_DQ: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """One query block, whose dq is consumer TURN's. Keys past the end are zero rows: they add nothing to dq, and their
     own rows of dk and dv are never written."""
@@ -129,11 +129,8 @@ def _gradient_block(
             sees = sees & (keys[:, None] >= rows[None, :] + (shift - window_left))
         scores = tl.where(sees, scores, float("-inf"))
     p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
-    rounded = p.to(DTYPE)
-    if ROUND_P:
-        p = rounded.to(tl.float32)
     if EARLY_DV:
-        dv = tlx.async_dot(rounded, do_bufs[buf], dv)
+        dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
         dp = tlx.async_dot_wait(1, dp)
     else:
         dp = tlx.async_dot_wait(0, dp)
@@ -141,7 +138,7 @@ def _gradient_block(
     tlx.barrier_arrive(v_free[0], 1, pred=block == tile_end - 1)
     ds = (p * (dp - delta[None, :])).to(DTYPE)
     if not EARLY_DV:
-        dv = tlx.async_dot(rounded, do_bufs[buf], dv)
+        dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
     dk = tlx.async_dot(ds, q_bufs[buf], dk)
     if WAIT_FOR_SUMS:
         _wait_for_sums()
@@ -153,30 +150,31 @@ def _gradient_block(
     tlx.fence("async_shared")
     if TURN == 1 - half:
         tlx.named_barrier_arrive(_DS_READY + TURN, _BOTH)
-    dv = tlx.async_dot_wait(1, dv)
-    tlx.barrier_arrive(do_free[buf], 1)
-    dk = tlx.async_dot_wait(0, dk)
-    tlx.barrier_arrive(q_free[buf], 1)
-    if TURN == _HALVES:
-        WIDTH: tl.constexpr = HEAD_DIM // 2
-        tlx.named_barrier_wait(_DS_READY, _BOTH)
-        k_low = tlx.local_slice(k_bufs[2 * stage], [0, half * WIDTH], [HALF, WIDTH])
-        k_high = tlx.local_slice(k_bufs[2 * stage + 1], [0, half * WIDTH], [HALF, WIDTH])
+    if not OVERLAP_DQ or TURN == 1 - half:
+        dv = tlx.async_dot_wait(1, dv)
+        tlx.barrier_arrive(do_free[buf], 1)
+        dk = tlx.async_dot_wait(0, dk)
+        tlx.barrier_arrive(q_free[buf], 1)
+    if TURN != 1 - half:
+        HALVES: tl.constexpr = TURN == _HALVES
+        WIDTH: tl.constexpr = HEAD_DIM // 2 if HALVES else HEAD_DIM
+        column: tl.constexpr = half * WIDTH if HALVES else 0
+        piece = half + zero if HALVES else zero
+        tlx.named_barrier_wait(_DS_READY if HALVES else _DS_READY + TURN, _BOTH)
+        k_low = tlx.local_slice(k_bufs[2 * stage], [0, column], [HALF, WIDTH])
+        k_high = tlx.local_slice(k_bufs[2 * stage + 1], [0, column], [HALF, WIDTH])
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_low)
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_high, dq)
+        if OVERLAP_DQ:
+            dv = tlx.async_dot_wait(3, dv)
+            tlx.barrier_arrive(do_free[buf], 1)
+            dk = tlx.async_dot_wait(2, dk)
+            tlx.barrier_arrive(q_free[buf], 1)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.local_store(dq_bufs[half + zero], in_register_order(dq, HALF, WIDTH))
+        tlx.local_store(dq_bufs[piece], in_register_order(dq, HALF, WIDTH))
         tlx.fence("async_shared")
-        place = scratch + block * scratch_step + half * (HALF * WIDTH // SCRATCH_COLUMNS)
-        tlx.async_descriptor_store(dq_desc, dq_bufs[half + zero], [place, 0], store_reduce="add")
-    elif TURN == half:
-        tlx.named_barrier_wait(_DS_READY + TURN, _BOTH)
-        dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_bufs[2 * stage])
-        dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_bufs[2 * stage + 1], dq)
-        dq = tlx.async_dot_wait(0, dq)
-        tlx.local_store(dq_bufs[zero], in_register_order(dq, HALF, HEAD_DIM))
-        tlx.fence("async_shared")
-        tlx.async_descriptor_store(dq_desc, dq_bufs[zero], [scratch + block * scratch_step, 0], store_reduce="add")
+        place = scratch + block * scratch_step + column * HALF // SCRATCH_COLUMNS
+        tlx.async_descriptor_store(dq_desc, dq_bufs[piece], [place, 0], store_reduce="add")
     return dk, dv, q_count + 1
 
 
@@ -197,7 +195,7 @@ def _gradient_blocks(
     score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
     dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr,
-    EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    EARLY_DV: tl.constexpr, OVERLAP_DQ: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASKED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [from_block, to_block). Without a mask two at a time, so that each consumer's turn is known to the
@@ -211,20 +209,20 @@ def _gradient_blocks(
                 dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 0,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, MASKED, 0,
             )  # fmt: skip
             dk, dv, q_count = _gradient_block(
                 dk, dv, q_count, block + 1, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, 1,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, MASKED, 1,
             )  # fmt: skip
     for block in tl.range(alone, to_block):
         dk, dv, q_count = _gradient_block(
             dk, dv, q_count, block, tile_begin, tile_end, tile_count, keys, shift, window_left, window_right,
             score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs,
             dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM, STAGES_K,
-            STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, MASKED, TURN_ALONE,
+            STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, MASKED, TURN_ALONE,
         )  # fmt: skip
         if not HALVES:
             _dq_is_done(half, 0)
@@ -245,7 +243,7 @@ def _consume(
     query_blocks_of_all, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
     delta_bufs, ds_bufs, dq_bufs, dk_bufs, dv_bufs, k_full, k_free, v_full, v_free, q_full, q_free, do_full, do_free,
     half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr,
-    SHARED_QUERY: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr,
+    SHARED_QUERY: tl.constexpr, WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, OVERLAP_DQ: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
@@ -286,20 +284,22 @@ def _consume(
                     dk, dv, q_count, begin, free_begin, begin, end, tile_count, keys, shift, window_left, window_right,
                     score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                     ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
-                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
+                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, True,
+                    HALVES,
                 )  # fmt: skip
             dk, dv, q_count = _gradient_blocks(
                 dk, dv, q_count, free_begin, free_end, begin, end, tile_count, keys, shift, window_left, window_right,
                 score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                 ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE, HEAD_DIM,
-                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, False, HALVES,
+                STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, False, HALVES,
             )  # fmt: skip
             if HAS_LEFT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, free_end, end, begin, end, tile_count, keys, shift, window_left, window_right,
                     score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                     ds_bufs, dq_bufs, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
-                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, True, HALVES,
+                    HEAD_DIM, STAGES_K, STAGES_Q, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, True,
+                    HALVES,
                 )  # fmt: skip
             # dv leaves through this consumer's ds, dk through its half of the keys, once the last dq has read both.
             _dq_is_done(half, _HALVES if HALVES else 1)
@@ -335,7 +335,7 @@ def fused_gradient_kernel(
     query_blocks_of_all, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale,
     score_scale, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, SHARED_QUERY: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr, FREE_BY_THREAD: tl.constexpr,
-    WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, ROUND_P: tl.constexpr, HALVES: tl.constexpr,
+    WAIT_FOR_SUMS: tl.constexpr, EARLY_DV: tl.constexpr, OVERLAP_DQ: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (kv_rows, H, D), and dq without `scale` added to the scratch. Persistent: any grid, with a shared query
     a multiple of H."""
@@ -378,5 +378,5 @@ def fused_gradient_kernel(
                 kv_rows, query_blocks_of_all, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs,
                 do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_bufs, dk_bufs, dv_bufs, k_full, k_free, v_full, v_free,
                 q_full, q_free, do_full, do_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_K, STAGES_Q,
-                SHARED_QUERY, WAIT_FOR_SUMS, EARLY_DV, ROUND_P, HAS_LEFT, HAS_RIGHT, HALVES,
+                SHARED_QUERY, WAIT_FOR_SUMS, EARLY_DV, OVERLAP_DQ, HAS_LEFT, HAS_RIGHT, HALVES,
             )  # fmt: skip

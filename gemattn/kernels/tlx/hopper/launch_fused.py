@@ -30,17 +30,17 @@ class FusedTile(NamedTuple):
     """Every thread frees a buffer for itself: no barrier among a consumer's warps."""
     wait_for_sums: bool = True
     """With a shared query, wait until a sum is in memory before the next one to the same place is started."""
-    early_dv: bool = False
+    early_dv: bool = True
     """Start dv before dp is there: more overlap, more registers."""
-    round_p: bool = False
-    """Take ds from the rounded probabilities: half the registers between p and ds."""
+    overlap_dq: bool = False
+    """Start dq before dv and dk are there."""
     halves: bool = False
     """A block's dq is half each consumer's, in step, instead of the consumers' in turns. D 128 only."""
 
 
 FUSED = {
-    64: FusedTile(2, 4, 240),
-    128: FusedTile(2, 2, 240),
+    64: FusedTile(2, 4, 240, overlap_dq=True),
+    128: FusedTile(2, 2, 240, overlap_dq=True, halves=True),
 }
 
 
@@ -163,7 +163,7 @@ def fused_backward(
             FREE_BY_THREAD=tile.free_by_thread,
             WAIT_FOR_SUMS=tile.wait_for_sums and spec.shared_query,
             EARLY_DV=tile.early_dv,
-            ROUND_P=tile.round_p,
+            OVERLAP_DQ=tile.overlap_dq,
             HALVES=tile.halves,
             num_warps=4,
             num_stages=1,
