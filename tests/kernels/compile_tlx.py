@@ -1,6 +1,6 @@
 """Compile the Hopper kernels where there is no GPU, and tell what the machine code does.
 
-    python tests/kernels/compile_tlx.py --kernel forward short query key shared --head-dim 64 128 --mask none both
+    python tests/kernels/compile_tlx.py --kernel forward short query key tile fused --head-dim 64 128 --mask none both
 
 Prints one JSON object a line: shared memory, matrix instructions, waits for them, and local loads and stores inside the
 loops over blocks. Run it as a process of its own: some faults of the compiler abort it.
@@ -39,7 +39,7 @@ class StandIn:
 
 driver.set_active(StandIn())
 
-from gemattn.kernels.tlx.hopper import launch  # noqa: E402 (after the stand-in)
+from gemattn.kernels.tlx.hopper import launch, launch_fused, launch_split  # noqa: E402 (after the stand-in)
 
 POINTERS = {
     "table": "*i8",
@@ -55,39 +55,61 @@ POINTERS = {
     "scale": "fp32",
     "score_scale": "fp32",
 }
-OPTIONS = {"forward": {"enable_fp_fusion": False}, "short": {"enable_fp_fusion": False}}
 MASKS = {"none": (False, False), "causal": (False, True), "both": (True, True)}
 
 
 def constants(kernel: str, head_dim: int) -> dict[str, Any]:
     """Constants of a kernel's launches; "forward" and "short" are the forward kernel's two classes of sequences."""
-    backward = launch.BACKWARD[head_dim]
-    keys = {"BLOCK_N": backward.block_n, "STAGES_KV": backward.stages_kv, "HAS_DLSE": True}
+    split, fused = launch_split.SPLIT[head_dim], launch_fused.FUSED[head_dim]
     if kernel in ("forward", "short"):
         tile = launch.FORWARD[head_dim][kernel == "short"]
-        begin, end = (0, -1) if kernel == "short" else (-1, 0)
-        options = {name.upper(): value for name, value in tile._asdict().items()}
-        return options | {"BEGIN": begin, "END": end}
+        options = {name.upper(): value for name, value in tile._asdict().items() if name != "num_stages"}
+        return options | ({"BEGIN": 0, "END": -1} if kernel == "short" else {"BEGIN": -1, "END": 0})
+    fused_options = {name.upper(): value for name, value in fused._asdict().items()} | {"END": -1, "KEYS_ABOVE": -1}
     return {
-        "query": keys | {"REGISTERS": backward.registers, "END": -1},
-        "shared": keys | {"REGISTERS": backward.registers},
-        "key": {"STAGES_Q": backward.stages_q, "REGISTERS": backward.registers, "END": -1},
-        "tile": {
-            "STAGES": launch.ONE_TILE_STAGES[head_dim],
-            "BEGIN": launch.ONE_TILE_CLASS,
+        "query": {
+            "BLOCK_N": split.block_n,
+            "STAGES_KV": split.stages_kv,
+            "REGISTERS": split.registers,
             "HAS_DLSE": True,
-            "REGISTERS": backward.registers,
+            "BEGIN": -1,
+            "END": -1,
         },
+        "key": {
+            "STAGES_Q": split.stages_q,
+            "REGISTERS": split.registers,
+            "BEGIN": -1,
+            "END": -1,
+            "KEYS_UP_TO": 256,
+        },
+        "tile": {
+            "STAGES": launch_split.ONE_TILE_STAGES[head_dim],
+            "REGISTERS": split.registers,
+            "HAS_DLSE": True,
+            "BEGIN": launch_split.ONE_TILE_CLASS,
+        },
+        "fused": fused_options | {"SHARED_QUERY": False, "WAIT_FOR_SUMS": False},
+        "fused_shared": fused_options | {"SHARED_QUERY": True, "WAIT_FOR_SUMS": fused.wait_for_sums},
     }[kernel]
+
+
+def options_of(kernel: str, head_dim: int) -> dict[str, Any]:
+    """Compiler options of a kernel's launches."""
+    options = {"num_warps": 4, "num_stages": 1}
+    if kernel in ("forward", "short"):
+        tile = launch.FORWARD[head_dim][kernel == "short"]
+        options |= {"num_stages": tile.num_stages, "enable_fp_fusion": False}
+    return options
 
 
 KERNELS = {
     "forward": launch.forward_kernel,
     "short": launch.forward_kernel,
-    "query": launch.query_gradient_kernel,
-    "shared": launch.shared_query_gradient_kernel,
-    "key": launch.key_gradient_kernel,
-    "tile": launch.one_tile_gradient_kernel,
+    "query": launch_split.query_gradient_kernel,
+    "key": launch_split.key_gradient_kernel,
+    "tile": launch_split.one_tile_gradient_kernel,
+    "fused": launch_fused.fused_gradient_kernel,
+    "fused_shared": launch_fused.fused_gradient_kernel,
 }
 
 
@@ -100,14 +122,20 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         for name in function.arg_names
     }
     compiled = triton.compile(
-        ASTSource(function, signature, values), target=TARGET, options=OPTIONS.get(kernel, {}) | {"num_warps": 4, "num_stages": 1}
+        ASTSource(function, signature, values), target=TARGET, options=options_of(kernel, head_dim)
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    # The two shortest are the loops over blocks, one a consumer; others branch back past a tile's start or end.
-    loops = sorted(innermost_matrix_loops(sass), key=len)[:2]
+    # Loops over blocks; others branch back past a tile's start or end, where a fused kernel stores dk and dv.
+    loops = sorted(innermost_matrix_loops(sass), key=len)
+    if kernel == "tile":  # straight through: the whole kernel in place of a loop
+        loops = [[line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]]
+    elif kernel.startswith("fused"):
+        loops = [loop for loop in loops if not any("UTMASTG" in line for line in loop)]
+    else:
+        loops = loops[:2]  # the shortest, one a consumer
     return {
         "kernel": kernel,
         "head_dim": head_dim,

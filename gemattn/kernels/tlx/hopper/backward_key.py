@@ -24,33 +24,33 @@ from gemattn.kernels.tlx.hopper.common import (
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, q_head_stride,
+    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride,
     k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
     delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, KEYS_UP_TO: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
     tile_count = 0
     q_count = 0
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     segment, head, first_key, n_kv, n_q, _kv_start = read_tile(
-        tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
+        tiles_ptr, kv_offsets_ptr, tile, last_tile, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, _next_kv_start = read_tile(
-            tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
+            tiles_ptr, kv_offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        if segment < num_sequences:
+        if (segment < num_sequences) & (n_kv <= KEYS_UP_TO):
             last_key = tl.minimum(first_key + RECORD_ROWS, n_kv) - 1
             begin, _free_begin, _free_end, end = query_blocks(
                 first_key, last_key, n_q, n_kv, window_left, window_right, HALF, HAS_LEFT, HAS_RIGHT
             )
             if end > begin:
                 q_desc = read_descriptor(table, segment, [HALF, HEAD_DIM], DTYPE)
-                k_desc = read_descriptor(table, 8 * num_sequences + 4 + segment, [HALF, HEAD_DIM], DTYPE)
-                v_desc = read_descriptor(table, 9 * num_sequences + 4 + segment, [HALF, HEAD_DIM], DTYPE)
+                k_desc = read_descriptor(table, 8 * num_sequences + 2 + segment, [HALF, HEAD_DIM], DTYPE)
+                v_desc = read_descriptor(table, 9 * num_sequences + 2 + segment, [HALF, HEAD_DIM], DTYPE)
                 do_desc = read_descriptor(table, 4 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
                 lse_desc = read_descriptor(table, 8 * num_sequences, [HALF], tl.float32)
                 delta_desc = read_descriptor(table, 8 * num_sequences + 1, [HALF], tl.float32)
@@ -127,29 +127,31 @@ def _gradient_blocks(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
+    table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, first_tile, last_tile, heads, num_sequences,
     window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, dk_bufs,
     dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    KEYS_UP_TO: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     tile_count = 0
     q_count = 0
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     segment, head, first_key, n_kv, n_q, kv_start = read_tile(
-        tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
+        tiles_ptr, kv_offsets_ptr, tile, last_tile, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, next_kv_start = read_tile(
-            tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
+            tiles_ptr, kv_offsets_ptr, tile, last_tile, heads, num_sequences
         )
         keys = first_key + half * HALF + tl.arange(0, HALF)
         last_key = tl.minimum(first_key + RECORD_ROWS, n_kv) - 1
         begin, free_begin, free_end, end = query_blocks(
             first_key, last_key, n_q, n_kv, window_left, window_right, HALF, HAS_LEFT, HAS_RIGHT
         )
-        if (end > begin) & (segment < num_sequences):
+        mine = (segment >= num_sequences) | (n_kv <= KEYS_UP_TO)
+        if (end > begin) & (segment < num_sequences) & mine:
             dk = tl.zeros([HALF, HEAD_DIM], tl.float32)
             dv = tl.zeros([HALF, HEAD_DIM], tl.float32)
             shift = n_kv - n_q
@@ -183,7 +185,7 @@ def _consume(
             dv_desc = read_descriptor(table, 7 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             tlx.async_descriptor_store(dv_desc, dv_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
             tlx.async_descriptor_store(dk_desc, dk_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
-        else:
+        elif mine:
             first = kv_start + first_key + half * HALF
             clear_rows(dk_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
             clear_rows(dv_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
@@ -201,9 +203,12 @@ def key_gradient_kernel(
     table, tiles_ptr, longer_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
     q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale, score_scale,
     HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    END: tl.constexpr, REGISTERS: tl.constexpr,
+    BEGIN: tl.constexpr, END: tl.constexpr, KEYS_UP_TO: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (key rows, H, D) of the tiles up to length class END, see `tile_range`. Persistent: any grid."""
+    """dk and dv (key rows, H, D) of the tiles of length classes BEGIN to END, see `tile_range`.
+
+    Of these, sequences with more than KEYS_UP_TO keys are left alone. Persistent: any grid.
+    """
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dk_ptr.dtype.element_ty
     k_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
@@ -221,19 +226,19 @@ def key_gradient_kernel(
     q_free = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=2)
     do_full = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=1)
     do_free = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=2)
-    _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
+    first_tile, last_tile = tile_range(longer_ptr, num_tiles, heads, BEGIN, END)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences,
+                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, first_tile, last_tile, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs,
                 q_bufs, do_bufs, lse_bufs, delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE,
-                HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT,
+                HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
-                window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, first_tile, last_tile, heads,
+                num_sequences, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, dk_bufs, dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free,
-                tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT,
+                tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
             )  # fmt: skip

@@ -1,8 +1,7 @@
 """Query gradients on sm_90, and the row statistics that the key kernel reads.
 
 A program owns 128 query rows, 64 a consumer: dq stays in registers while key and value blocks stream by, three
-products a block. ``delta = rowsum(dO * O) - dlse`` is computed on the way. `backward_shared` keeps the query rows of
-such a program over many sequences.
+products a block. ``delta = rowsum(dO * O) - dlse`` is computed on the way.
 """
 
 import triton
@@ -137,7 +136,7 @@ def one_sequence(
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, offsets_ptr, num_tiles, heads, num_sequences, q_head_stride,
+    table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride,
     k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs,
     q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -147,14 +146,14 @@ def _produce(
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
     q_count = 0
     kv_count = 0
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     segment, head, first_row, n_q, n_kv, _q_start = read_tile(
-        tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+        tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, _next_q_start = read_tile(
-            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+            tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
         if segment < num_sequences:
             last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
@@ -186,7 +185,7 @@ def _produce(
 
 @triton.jit
 def _consume(
-    table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
+    table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile, heads,
     num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, lse_bufs,
     delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free,
     half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr,
@@ -195,14 +194,14 @@ def _consume(
     HALF: tl.constexpr = RECORD_ROWS // 2
     q_count = 0
     kv_count = 0
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
-        tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+        tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
     )
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, next_q_start = read_tile(
-            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+            tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
         rows = first_row + half * HALF + tl.arange(0, HALF)
         last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
@@ -254,11 +253,11 @@ def query_gradient_kernel(
     table, tiles_ptr, longer_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
     num_sequences, out_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right,
     scale, score_scale, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr, REGISTERS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """dq (out_rows, H, D) and the statistics (blocks, H, 64) of lse (base 2) and delta,
+    """dq (out_rows, H, D) and the statistics (blocks, H, 64) of lse (base 2) and delta. Persistent: any grid.
 
-    of the tiles up to length class END, see `tile_range`. Persistent: any grid.
+    Of the tiles of length classes BEGIN to END, see `tile_range`.
     """
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dq_ptr.dtype.element_ty
@@ -279,19 +278,19 @@ def query_gradient_kernel(
     k_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
     v_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
     v_free = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=2)
-    _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
+    first_tile, last_tile = tile_range(longer_ptr, num_tiles, heads, BEGIN, END)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, offsets_ptr, num_tiles, heads, num_sequences,
+                table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs,
                 o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full,
                 v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr,
-                num_tiles, heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs,
+                table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile,
+                last_tile, heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs,
                 do_bufs, o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free,
                 k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV,
                 HAS_DLSE, HAS_LEFT, HAS_RIGHT,

@@ -44,8 +44,8 @@ def _produce(
         )
         if segment < num_sequences:
             q_desc = read_descriptor(table, segment, [ROWS, HEAD_DIM], DTYPE)
-            k_desc = read_descriptor(table, 8 * num_sequences + 4 + segment, [ROWS, HEAD_DIM], DTYPE)
-            v_desc = read_descriptor(table, 9 * num_sequences + 4 + segment, [ROWS, HEAD_DIM], DTYPE)
+            k_desc = read_descriptor(table, 8 * num_sequences + 2 + segment, [ROWS, HEAD_DIM], DTYPE)
+            v_desc = read_descriptor(table, 9 * num_sequences + 2 + segment, [ROWS, HEAD_DIM], DTYPE)
             do_desc = read_descriptor(table, 4 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
             _load_pair(k_desc, k_bufs, k_full, k_free, count, head * k_head_stride, HEAD_DIM, STAGES)
             _load_pair(q_desc, q_bufs, q_full, q_free, count, head * q_head_stride, HEAD_DIM, STAGES)

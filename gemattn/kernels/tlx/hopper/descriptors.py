@@ -78,8 +78,8 @@ def describe_forward_kernel(
     _describe(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "query_rows", "statistics", "partial_rows"])
-def describe_backward_kernel(
+@triton.jit(do_not_specialize=["num_sequences", "statistics"])
+def describe_split_kernel(
     table,
     q_ptr,
     k_ptr,
@@ -91,7 +91,6 @@ def describe_backward_kernel(
     dv_ptr,
     lse_ptr,
     delta_ptr,
-    partial_ptr,
     q_offsets_ptr,
     kv_offsets_ptr,
     q_row_stride,
@@ -103,23 +102,20 @@ def describe_backward_kernel(
     dout_row_stride,
     dout_head_stride,
     num_sequences,
-    query_rows,
     statistics,
-    partial_rows,
     window_right,
     heads,
     kv_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHARED_QUERY: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
     """Descriptors of backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes the others.
 
     Tensors: query, key, value, out, dout, dq, dk, dv. Those of query, out and dout begin at the first row that sees a
     key: what comes in for the rows before arrives as zeros. Keys and values are described in blocks of BLOCK_N rows for
-    the query kernel and, in slots 8 B + 4 on, of BLOCK_M rows for the key kernel.
+    the query kernel and, in slots 8 B + 2 on, of BLOCK_M rows for the key kernel.
     """
     sequence = tl.program_id(0)
     if sequence == num_sequences:
@@ -132,19 +128,13 @@ def describe_backward_kernel(
                 strides=[tl.constexpr(1)],
                 block_shape=[BLOCK_M],
             )
-        first = tl.zeros([], tl.int64)
-        _describe(table, slot + 2, q_ptr, first, query_rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
-        if SHARED_QUERY:
-            _describe(
-                table, slot + 3, partial_ptr, first, partial_rows, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M
-            )
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
         kv_start = tl.load(kv_offsets_ptr + sequence)
         n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - kv_start).to(tl.int32)
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-        q_first = seeing.to(tl.int64) if SHARED_QUERY else q_start + seeing
+        q_first = q_start + seeing
         rows = n_q - seeing
         out_stride = heads * HEAD_DIM
         dk_stride = kv_heads * HEAD_DIM
@@ -161,13 +151,95 @@ def describe_backward_kernel(
             table, slot, dout_ptr, q_start + seeing, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK_M
         )
         slot += num_sequences
-        if not SHARED_QUERY:
-            _describe(table, slot, dq_ptr, q_start, n_q, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        _describe(table, slot, dq_ptr, q_start, n_q, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
         _describe(table, slot, dk_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
         _describe(table, slot, dv_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
-        slot = 8 * num_sequences + 4 + sequence
+        slot = 8 * num_sequences + 2 + sequence
         _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
         _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "statistics", "scratch_rows"])
+def describe_fused_kernel(
+    table,
+    q_ptr,
+    dout_ptr,
+    k_ptr,
+    v_ptr,
+    dk_ptr,
+    dv_ptr,
+    lse_ptr,
+    delta_ptr,
+    scratch_ptr,
+    q_offsets_ptr,
+    kv_offsets_ptr,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    dout_row_stride,
+    dout_head_stride,
+    num_sequences,
+    statistics,
+    scratch_rows,
+    window_right,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCRATCH_BLOCK: tl.constexpr,
+    SCRATCH_COLUMNS: tl.constexpr,
+    SHARED_QUERY: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Descriptors of the fused backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes
+    the others: lse, delta and the dq scratch.
+
+    Tensors: query, dout, key, value, dk, dv. Those of query and dout begin at the first row that sees a key: what comes
+    in for the rows before arrives as zeros.
+    """
+    sequence = tl.program_id(0)
+    if sequence == num_sequences:
+        slot = 6 * num_sequences
+        for stat in tl.static_range(2):
+            tlx.make_tensor_descriptor(
+                desc_ptr=descriptor_slot(table, slot + stat),
+                base=delta_ptr if stat else lse_ptr,
+                shape=[statistics],
+                strides=[tl.constexpr(1)],
+                block_shape=[BLOCK],
+            )
+        tlx.make_tensor_descriptor(
+            desc_ptr=descriptor_slot(table, slot + 2),
+            base=scratch_ptr,
+            shape=[scratch_rows, SCRATCH_COLUMNS],
+            strides=[SCRATCH_COLUMNS, tl.constexpr(1)],
+            block_shape=[SCRATCH_BLOCK, SCRATCH_COLUMNS],
+        )
+    else:
+        q_start = tl.load(q_offsets_ptr + sequence)
+        n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
+        kv_start = tl.load(kv_offsets_ptr + sequence)
+        n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - kv_start).to(tl.int32)
+        seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
+        q_first = seeing.to(tl.int64) if SHARED_QUERY else q_start + seeing
+        rows = n_q - seeing
+        stride = heads * HEAD_DIM
+        slot = sequence
+        _describe(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK)
+        slot += num_sequences
+        _describe(
+            table, slot, dout_ptr, q_start + seeing, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK
+        )
+        slot += num_sequences
+        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, heads, HEAD_DIM, BLOCK)
+        slot += num_sequences
+        _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, heads, HEAD_DIM, BLOCK)
+        slot += num_sequences
+        _describe(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
+        slot += num_sequences
+        _describe(table, slot, dv_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)

@@ -1,6 +1,5 @@
 """Host side of the Hopper kernels: allocate, choose tiles, launch. Called with real tensors only, checked before."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -8,17 +7,19 @@ import torch
 from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
-from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
-from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
-from gemattn.kernels.tlx.hopper.backward_shared import shared_query_gradient_kernel
-from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
-from gemattn.kernels.tlx.hopper.descriptors import describe_backward_kernel, describe_forward_kernel
+from gemattn.kernels.tlx.hopper.descriptors import describe_forward_kernel
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
+from gemattn.kernels.tlx.hopper.host import (
+    DESCRIPTOR_BYTES,
+    WIDEST_WINDOW,
+    Gradients,
+    described,
+    multiprocessors,
+    strides_of,
+)
+from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
+from gemattn.kernels.tlx.hopper.launch_split import split_backward
 from gemattn.spec import UNLIMITED, AttentionSpec
-
-_DESCRIPTOR_BYTES = 128
-_WIDEST_WINDOW = 1 << 30
-"""No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
 
 
 class ForwardTile(NamedTuple):
@@ -30,51 +31,20 @@ class ForwardTile(NamedTuple):
     registers: int = 240
     pingpong: bool = False
     warp_barriers: bool = False
+    num_stages: int = 1
+    """Above 1 the compiler waits for the scores before it issues the value product, whose time the exponentials then
+    fill: better for blocks of 128 keys. At 1 both products are issued at once: better for blocks of 64."""
 
 
 FORWARD = {
-    64: (ForwardTile(128, 2, 3), ForwardTile(64, 2, 6, warp_barriers=True)),
-    128: (ForwardTile(128, 2, 2, pingpong=True), ForwardTile(64, 2, 4)),
+    64: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
+    128: (ForwardTile(128, 2, 2, num_stages=3), ForwardTile(64, 2, 4)),
 }
 """By head size: for sequences of more keys than LENGTH_CLASSES[0], and for the others."""
 
 
-class BackwardTile(NamedTuple):
-    """Launch options of the backward kernels; 2 x 64 query rows and 2 x 64 keys always."""
-
-    block_n: int
-    stages_kv: int
-    stages_q: int
-    registers: int
-
-
-BACKWARD = {
-    64: BackwardTile(128, 3, 4, 240),
-    128: BackwardTile(128, 2, 3, 240),
-}
-
-ONE_TILE_STAGES = {64: 2, 128: 1}
-ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
-"""In self-attention, sequences of this class on take the kernel that keeps a whole sequence in one tile."""
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _described(x: Tensor) -> Tensor:
-    """`x`, or a copy that TMA can describe: gradients come in any layout, expanded from a scalar among others."""
-    rows, heads, _ = x.shape
-    strides = ((x.stride(0), rows), (x.stride(1), heads))
-    regular = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 and s > 0 for s, n in strides if n > 1)
-    return x if regular and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """(row, head) strides; a dimension of size 1 may hold any stride, and TMA would mind."""
-    rows, heads, head_dim = x.shape
-    return (x.stride(0) if rows > 1 else heads * head_dim, x.stride(1) if heads > 1 else head_dim)
+FUSED_CLASS = LENGTH_CLASSES.index(256)
+"""Sequences of more keys than this take the fused backward, unless the call has a mask or asks for determinism."""
 
 
 def forward(
@@ -89,17 +59,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
-    query, key, value = (_described(x) for x in (query, key, value))
+    query, key, value = (described(x) for x in (query, key, value))
     heads, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = query.shape[0] * sequences if spec.shared_query else query.shape[0]
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    table = torch.empty(4 * sequences * _DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     tiles = tiles or FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
-    grid = (min(num_tiles, _multiprocessors(query.device)),)
+    grid = (min(num_tiles, multiprocessors(query.device)),)
     with torch.cuda.device_of(query):
         if sequences:
             describe_forward_kernel[(sequences,)](
@@ -110,9 +80,9 @@ def forward(
                 out,
                 lists.q_offsets,
                 lists.kv_offsets,
-                *_strides(query),
-                *_strides(key),
-                *_strides(value),
+                *strides_of(query),
+                *strides_of(key),
+                *strides_of(value),
                 sequences,
                 heads,
                 kv_heads,
@@ -137,11 +107,11 @@ def forward(
                 heads // kv_heads,
                 sequences,
                 rows,
-                _strides(query)[1],
-                _strides(key)[1],
-                _strides(value)[1],
-                min(spec.window_left, _WIDEST_WINDOW),
-                min(spec.window_right, _WIDEST_WINDOW),
+                strides_of(query)[1],
+                strides_of(key)[1],
+                strides_of(value)[1],
+                min(spec.window_left, WIDEST_WINDOW),
+                min(spec.window_right, WIDEST_WINDOW),
                 spec.scale * math.log2(math.e),
                 HEAD_DIM=head_dim,
                 BLOCK_N=tile.block_n,
@@ -155,7 +125,7 @@ def forward(
                 PINGPONG=tile.pingpong,
                 WARP_BARRIERS=tile.warp_barriers,
                 num_warps=4,
-                num_stages=1,
+                num_stages=tile.num_stages,
                 enable_fp_fusion=False,
             )
     return out, lse
@@ -173,167 +143,21 @@ def backward(
     kv_offsets: Tensor,
     schedule: list[Tensor],
     spec: AttentionSpec,
-    tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the input dtype, every row written; deterministic. G = H only."""
+    """(dq, dk, dv) in the input dtype, every row written; deterministic where `spec` asks for it. G = H only."""
     lists = Schedule(*schedule)
-    query, key, value, dout = (_described(x) for x in (query, key, value, dout))
-    out, lse = out.contiguous(), lse.contiguous()
+    query, key, value, dout = (described(x) for x in (query, key, value, dout))
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    heads, head_dim = query.shape[1:]
-    sequences = lists.kv_offsets.shape[0] - 1
-    rows = out.shape[0]
-    kv_rows = key.shape[0]
-    tile = tile or BACKWARD[head_dim]
-    dk = torch.empty((kv_rows, heads, head_dim), dtype=key.dtype, device=key.device)
-    dv = torch.empty_like(dk)
-    processors = _multiprocessors(query.device)
-    query_blocks = -(-query.shape[0] // 128)
-    chunks = max(1, min(sequences, processors // max(1, query_blocks * heads)))
-    if spec.shared_query:
-        partial = torch.empty((chunks, query_blocks * 128, heads, head_dim), dtype=torch.float32, device=query.device)
-        dq = partial
-    else:
-        dq = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-        partial = lse
-    statistics = (rows // 64 + sequences + 1) * heads * 64
-    row_lse = torch.empty(statistics, dtype=torch.float32, device=query.device)
-    row_delta = torch.empty_like(row_lse)
-    table = torch.empty((10 * sequences + 4) * _DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
-    has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = (min(spec.window_left, _WIDEST_WINDOW), min(spec.window_right, _WIDEST_WINDOW))
-    strides = tuple(_strides(x)[1] for x in (query, key, value, dout))
-    scales = (spec.scale, spec.scale * math.log2(math.e))
+    gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
+    tensors = (gradients, dout, dlse, query, key, value, out.contiguous(), lse.contiguous(), lists, spec)
     # One offsets tensor for both sides, so the lengths are the same.
-    one_tile = q_offsets is not None and q_offsets.data_ptr() == kv_offsets.data_ptr()
-    last_class = ONE_TILE_CLASS if one_tile else -1
-    options = {"HEAD_DIM": head_dim, "HAS_LEFT": has_left, "HAS_RIGHT": has_right, "REGISTERS": tile.registers}
+    self_attention = q_offsets is not None and q_offsets.data_ptr() == kv_offsets.data_ptr()
     with torch.cuda.device_of(query):
-        describe_backward_kernel[(sequences + 1,)](
-            table,
-            query,
-            key,
-            value,
-            out,
-            dout,
-            dq,
-            dk,
-            dv,
-            row_lse,
-            row_delta,
-            partial,
-            lists.q_offsets,
-            lists.kv_offsets,
-            *_strides(query),
-            *_strides(key),
-            *_strides(value),
-            *_strides(dout),
-            sequences,
-            query.shape[0],
-            statistics,
-            chunks * query_blocks * 128,
-            window[1],
-            heads,
-            heads,
-            HEAD_DIM=head_dim,
-            BLOCK_M=64,
-            BLOCK_N=tile.block_n,
-            SHARED_QUERY=spec.shared_query,
-            HAS_RIGHT=has_right,
-            num_warps=1,
-        )
-        statistics_of = (lse, lse if dlse is None else dlse, row_lse, row_delta)
         if spec.shared_query:
-            if sequences and query_blocks:
-                shared_query_gradient_kernel[(chunks * heads * query_blocks,)](
-                    table,
-                    lists.q_tiles,
-                    *statistics_of,
-                    query,
-                    heads,
-                    chunks,
-                    sequences,
-                    query.shape[0],
-                    *strides,
-                    *window,
-                    *scales,
-                    BLOCK_N=tile.block_n,
-                    STAGES_KV=tile.stages_kv,
-                    HAS_DLSE=dlse is not None,
-                    num_warps=4,
-                    num_stages=1,
-                    **options,
-                )
+            fused_backward(*tensors)
+        elif spec.deterministic or spec.masked:
+            split_backward(*tensors, self_attention=self_attention)
         else:
-            num_tiles = lists.q_tiles.shape[0] * heads
-            query_gradient_kernel[(min(num_tiles, processors),)](
-                table,
-                lists.q_tiles,
-                lists.q_longer,
-                lists.q_offsets,
-                *statistics_of,
-                dq,
-                num_tiles,
-                heads,
-                sequences,
-                rows,
-                *strides,
-                *window,
-                *scales,
-                BLOCK_N=tile.block_n,
-                STAGES_KV=tile.stages_kv,
-                END=last_class,
-                HAS_DLSE=dlse is not None,
-                num_warps=4,
-                num_stages=1,
-                **options,
-            )
-        num_tiles = lists.kv_tiles.shape[0] * heads
-        key_gradient_kernel[(min(num_tiles, processors),)](
-            table,
-            lists.kv_tiles,
-            lists.kv_longer,
-            lists.q_offsets,
-            lists.kv_offsets,
-            dk,
-            dv,
-            num_tiles,
-            heads,
-            sequences,
-            *strides,
-            *window,
-            *scales,
-            STAGES_Q=tile.stages_q,
-            END=last_class,
-            num_warps=4,
-            num_stages=1,
-            **options,
-        )
-        if one_tile:
-            one_tile_gradient_kernel[(min(num_tiles, processors),)](
-                table,
-                lists.q_tiles,
-                lists.q_longer,
-                lists.q_offsets,
-                lse,
-                lse if dlse is None else dlse,
-                dq,
-                dk,
-                dv,
-                num_tiles,
-                heads,
-                sequences,
-                rows,
-                *strides,
-                *window,
-                *scales,
-                STAGES=ONE_TILE_STAGES[head_dim],
-                BEGIN=ONE_TILE_CLASS,
-                HAS_DLSE=dlse is not None,
-                num_warps=4,
-                num_stages=1,
-                **options,
-            )
-    if spec.shared_query:
-        dq = partial.sum(0)[: query.shape[0]].to(query.dtype) if sequences else torch.zeros_like(query)
-    return dq, dk, dv
+            fused_backward(*tensors, self_attention=self_attention, last_class=FUSED_CLASS)
+            split_backward(*tensors, self_attention=self_attention, first_class=FUSED_CLASS)
+    return tuple(gradients)

@@ -1,0 +1,209 @@
+"""Host side of the fused backward: allocate, choose tiles, launch."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
+from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
+from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel, prepare_kernel
+from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
+from gemattn.kernels.tlx.hopper.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.spec import UNLIMITED, AttentionSpec
+
+_BLOCK = 64
+"""Query rows of a block of the scratch."""
+_COLUMNS = 32
+"""`backward_scratch.SCRATCH_COLUMNS`."""
+
+
+class FusedTile(NamedTuple):
+    """Launch options of the fused backward; 2 x 64 keys and blocks of 64 query rows always."""
+
+    stages_k: int
+    """At least 2: a tile's keys are freed in the next tile."""
+    stages_q: int
+    registers: int
+    free_by_thread: bool = True
+    """Every thread frees a buffer for itself: no barrier among a consumer's warps."""
+    wait_for_sums: bool = True
+    """With a shared query, wait until a sum is in memory before the next one to the same place is started."""
+    early_dv: bool = True
+    """Start dv before dp is there: more overlap, more registers."""
+    overlap_dq: bool = False
+    """Start dq before dv and dk are there."""
+    halves: bool = False
+    """A block's dq is half each consumer's, in step, instead of the consumers' in turns. D 128 only."""
+
+
+FUSED = {
+    64: FusedTile(2, 4, 240),
+    128: FusedTile(2, 2, 240, early_dv=False),
+}
+
+
+def fused_backward(
+    gradients: Gradients,
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lists: Schedule,
+    spec: AttentionSpec,
+    *,
+    self_attention: bool = False,
+    last_class: int = -1,
+    tile: FusedTile | None = None,
+) -> None:
+    """Write the rows of `gradients` of sequences up to `last_class`; of all and of slack where that is -1. G = H.
+
+    Tensors are such that TMA can describe them. With a shared query deterministic, else dq is not.
+    """
+    dq, dk, dv = gradients
+    heads, head_dim = query.shape[1:]
+    sequences = lists.kv_offsets.shape[0] - 1
+    rows = out.shape[0]
+    tile = tile or FUSED[head_dim]
+    has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
+    window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
+    statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
+    stat = torch.empty(statistics, dtype=torch.float32, device=query.device)
+    delta = torch.empty_like(stat)
+    query_blocks = -(-query.shape[0] // _BLOCK)
+    chunks = max(1, multiprocessors(query.device) // heads)
+    if spec.shared_query:
+        # A program adds to a block of its own; no other pass clears it.
+        blocks = chunks * heads * query_blocks
+        scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=query.device)
+        programs = chunks * heads
+    else:
+        scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
+        programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
+    pieces = 2 if tile.halves else 1
+    table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    q_tiles = lists.q_tiles.shape[0] * heads
+    describe_fused_kernel[(sequences + 1,)](
+        table,
+        query,
+        dout,
+        key,
+        value,
+        dk,
+        dv,
+        stat,
+        delta,
+        scratch,
+        lists.q_offsets,
+        lists.kv_offsets,
+        *strides_of(query),
+        *strides_of(key),
+        *strides_of(value),
+        *strides_of(dout),
+        sequences,
+        statistics,
+        max(1, scratch.numel() // _COLUMNS),
+        window[1],
+        heads,
+        HEAD_DIM=head_dim,
+        BLOCK=_BLOCK,
+        SCRATCH_BLOCK=_BLOCK * head_dim // pieces // _COLUMNS,
+        SCRATCH_COLUMNS=_COLUMNS,
+        SHARED_QUERY=spec.shared_query,
+        HAS_RIGHT=has_right,
+        num_warps=1,
+    )
+    prepare_kernel[(q_tiles,)](
+        lists.q_tiles,
+        lists.q_longer,
+        lists.q_offsets,
+        out,
+        dout,
+        lse,
+        lse if dlse is None else dlse,
+        stat,
+        delta,
+        scratch,
+        q_tiles,
+        heads,
+        sequences,
+        rows,
+        *strides_of(dout),
+        window[1],
+        HEAD_DIM=head_dim,
+        HAS_DLSE=dlse is not None,
+        HAS_RIGHT=has_right,
+        CLEAR=not spec.shared_query,
+        END=last_class,
+        num_warps=4,
+        num_stages=1,
+    )
+    fused_gradient_kernel[(programs,)](
+        table,
+        lists.kv_tiles,
+        lists.kv_longer,
+        lists.q_offsets,
+        lists.kv_offsets,
+        dk,
+        dv,
+        lists.kv_tiles.shape[0] * heads,
+        heads,
+        sequences,
+        query_blocks,
+        *(strides_of(x)[1] for x in (query, key, value, dout)),
+        *window,
+        spec.scale,
+        spec.scale * math.log2(math.e),
+        HEAD_DIM=head_dim,
+        STAGES_K=tile.stages_k,
+        STAGES_Q=tile.stages_q,
+        SHARED_QUERY=spec.shared_query,
+        HAS_LEFT=has_left,
+        HAS_RIGHT=has_right,
+        REGISTERS=tile.registers,
+        FREE_BY_THREAD=tile.free_by_thread,
+        WAIT_FOR_SUMS=tile.wait_for_sums and spec.shared_query,
+        EARLY_DV=tile.early_dv,
+        OVERLAP_DQ=tile.overlap_dq,
+        HALVES=tile.halves,
+        END=last_class if self_attention else -1,
+        KEYS_ABOVE=-1 if last_class < 0 else LENGTH_CLASSES[last_class],
+        num_warps=4,
+        num_stages=1,
+    )
+    if not spec.shared_query:
+        finish_kernel[(q_tiles,)](
+            lists.q_tiles,
+            lists.q_longer,
+            lists.q_offsets,
+            scratch,
+            dq,
+            q_tiles,
+            heads,
+            sequences,
+            window[1],
+            spec.scale,
+            HEAD_DIM=head_dim,
+            PIECES=pieces,
+            HAS_RIGHT=has_right,
+            END=last_class,
+            num_warps=4,
+            num_stages=1,
+        )
+    elif query_blocks:
+        add_partials_kernel[(query_blocks * heads * 4 * pieces,)](
+            scratch,
+            dq,
+            heads,
+            chunks,
+            query.shape[0],
+            spec.scale,
+            HEAD_DIM=head_dim,
+            PIECES=pieces,
+            num_warps=4,
+            num_stages=1,
+        )

@@ -1,0 +1,111 @@
+"""What surrounds the fused Hopper backward, in Triton's interpreter: statistics, scratch and its order of values."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gemattn.kernels import interpreter
+from gemattn.kernels.schedule import make_schedule
+
+triton = pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here"),
+    pytest.mark.skipif(
+        not Path(importlib.util.find_spec("triton").origin).parent.joinpath("language/extra/tlx").exists(),
+        reason="needs fbtriton, this triton has no TLX",
+    ),
+]
+
+HEADS, HEAD_DIM, SCALE = 2, 64, 0.5
+
+
+def register_order(x):
+    """(64, width) as wgmma leaves it: thread 4 r + q of warp w has rows 16 w + r and + 8, columns 8 j + 2 q and + 1."""
+    warps, columns = 4, x.shape[1] // 8
+    index = torch.tensor(
+        [
+            (16 * w + 8 * h + r) * x.shape[1] + 8 * j + 2 * q + e
+            for w in range(warps)
+            for j in range(columns)
+            for r in range(8)
+            for q in range(4)
+            for h in range(2)
+            for e in range(2)
+        ]
+    )
+    return x.flatten()[index]
+
+
+def scratch_of(x, pieces):
+    return torch.cat([register_order(piece) for piece in x.chunk(pieces, dim=1)])
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_statistics_and_scratch_of_own_queries(pieces):
+    from gemattn.kernels.tlx.hopper import backward_scratch
+
+    q_lengths, kv_lengths = [0, 70, 0, 130, 3], [5, 60, 3, 0, 3]
+    offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0) for x in (q_lengths, kv_lengths))
+    slack, sequences = 70, len(q_lengths)
+    rows = sum(q_lengths) + slack
+    schedule = make_schedule(offsets, kv_offsets, query_rows=rows, key_rows=sum(kv_lengths))
+    out, dout = torch.randn(2, rows, HEADS, HEAD_DIM)
+    lse, dlse = torch.randn(2, HEADS, rows)
+    out[-slack:] = math.nan
+    size = (rows // 64 + sequences + 1) * HEADS * 64
+    stat, delta = torch.full((2, size), math.nan)
+    scratch = torch.full((size * HEAD_DIM,), math.nan)
+    grid = schedule.q_tiles.shape[0] * HEADS
+    lists = (schedule.q_tiles, schedule.q_longer, schedule.q_offsets)
+    sizes = (grid, HEADS, sequences)
+    backward_scratch.prepare_kernel[(grid,)](
+        *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, rows, HEADS * HEAD_DIM, HEAD_DIM, 0,
+        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=True, END=-1,
+    )  # fmt: skip
+
+    wanted = torch.zeros(rows, HEADS, HEAD_DIM)
+    for sequence, (n_q, n_kv) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        seeing = max(0, n_q - n_kv) if n_kv else n_q  # causal
+        for block in range(-(-n_q // 64)):
+            count = min(64, n_q - 64 * block)
+            first = int(offsets[sequence]) + 64 * block
+            sees = torch.arange(64 * block, 64 * block + count) >= seeing
+            for head in range(HEADS):
+                place = (int(offsets[sequence]) // 64 + sequence + block) * HEADS + head
+                block_stat, block_delta = stat[64 * place : 64 * place + 64], delta[64 * place : 64 * place + 64]
+                rows_of = (slice(first, first + count), head)
+                expected = (out[rows_of] * dout[rows_of]).sum(1) - dlse[head, rows_of[0]]
+                torch.testing.assert_close(block_delta[:count], expected * sees, rtol=0, atol=1e-4)
+                torch.testing.assert_close(
+                    block_stat[:count], torch.where(sees, lse[head, rows_of[0]] / math.log(2), math.inf)
+                )
+                assert (block_stat[count:] == math.inf).all() and (block_delta[count:] == 0).all()
+                values = scratch[64 * HEAD_DIM * place : 64 * HEAD_DIM * (place + 1)]
+                assert (values == 0).all()
+                x = torch.randn(64, HEAD_DIM)
+                values.copy_(scratch_of(x, pieces))
+                wanted[rows_of] = SCALE * x[:count] * sees[:, None]
+    dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
+    backward_scratch.finish_kernel[(grid,)](
+        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces, HAS_RIGHT=True, END=-1
+    )
+    assert torch.equal(dq, wanted)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_partial_sums_of_a_shared_query(pieces):
+    from gemattn.kernels.tlx.hopper import backward_scratch
+
+    rows, chunks, blocks = 130, 3, 3
+    x = torch.randn(chunks, HEADS, blocks, 64, HEAD_DIM)
+    scratch = torch.cat([scratch_of(block, pieces) for block in x.flatten(0, 2)])
+    dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
+    backward_scratch.add_partials_kernel[(blocks * HEADS * 4 * pieces,)](
+        scratch, dq, HEADS, chunks, rows, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces
+    )
+    wanted = SCALE * x.sum(0).flatten(1, 2)[:, :rows].transpose(0, 1)
+    torch.testing.assert_close(dq, wanted, rtol=0, atol=1e-5)
