@@ -66,7 +66,7 @@ def ml_100k(model: str) -> Recipe:
     )
     if model == "gem":
         model_options = {"num_sum": 4, "head_hidden": (128, 64), "dropout": 0.3, "field_dropout": 0.1}
-        return replace(recipe, epochs=2, evals_per_epoch=1, model=model_options)
+        return replace(recipe, epochs=2, evals_per_epoch=1, table_lr=0.02, table_weight_decay=0.2, model=model_options)
     if model == "din":
         return replace(recipe, dense_lr=4e-3, weight_decay=0.6)
     return recipe

@@ -66,8 +66,10 @@ class GemConfig:
         streams: stream name -> its own config.
         rotary: what turns queries and keys: the log age of the events (ROTE), their position (RoPE), or nothing.
         time_scale: seconds; ages are told apart linearly below it, by their ratio above it.
-        num_similarities: inner products with the candidate that an event, and the taste that all events add up to, have
-            for each feature they share.
+        num_similarities: inner products with the candidate that an event has for each feature they share.
+        num_tastes: weighted sums of the events' embeddings that the candidate is held against, see `TasteMatch`; 0 for
+            none.
+        taste_std: of a match at the start; small, so that taste counts only once it has been learned.
         dense_hidden: width between the two layers that make a token of the dense floats.
         fusion_hidden: width between the layers of the event encoder's two perceptrons.
         ffn_dim: hidden width of the personalised feed-forward, see `PersonalizedFeedForward`.
@@ -89,6 +91,8 @@ class GemConfig:
     rotary: Literal["time", "position", "none"] = "time"
     time_scale: float = 60.0
     num_similarities: int = 4
+    num_tastes: int = 2
+    taste_std: float = 0.1
     dense_hidden: int = 64
     fusion_hidden: int = 32
     ffn_dim: int = 64
@@ -290,16 +294,21 @@ class Gem(nn.Module):
         self.tastes = nn.ModuleDict()
         for name, encoder in self.encoders.items():
             assert isinstance(encoder, EventEncoder)
-            if encoder.features.pairs:
-                self.tastes[name] = TasteMatch(
-                    encoder.features.width, len(encoder.features.pairs), config, device=device
-                )
+            if config.num_tastes and encoder.features.pairs:
+                self.tastes[name] = TasteMatch(encoder.features, config, device=device)
         width = config.dim * (config.num_sum + self.summary.num_sequence_tokens)
-        width += sum(taste.width for taste in self.tastes.values())
-        width += config.dim * self.fields.num_tokens
+        num_matches = sum(taste.width for taste in self.tastes.values())
+        width += config.dim * self.fields.num_tokens + num_matches
         self.heads = TaskHeads(
             width, schema.tasks, hidden_dims=config.head_hidden, dropout=config.dropout, device=device
         )
+        self.direct = nn.Linear(num_matches, len(schema.tasks), bias=False, device=device) if num_matches else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A better match speaks for every task at the start; the modules below have reset themselves."""
+        if self.direct is not None:
+            nn.init.constant_(self.direct.weight, self.direct.in_features**-0.5)
 
     def forward(self, dense: Tensor, pooled: Any, embedded: Any, ages: Any) -> Tensor:
         """(B, K) logits.
@@ -321,7 +330,8 @@ class Gem(nn.Module):
         for layer in self.layers:
             x, streams = layer(x, streams)
         x_sum, s_sum = self.summary(x, streams)
-        return self.heads(torch.cat([torch.cat([fields, x_sum, s_sum], dim=1).flatten(1), *matches], dim=1))
+        logits = self.heads(torch.cat([torch.cat([fields, x_sum, s_sum], dim=1).flatten(1), *matches], dim=1))
+        return logits if self.direct is None else logits + self.direct(torch.cat(matches, dim=1))
 
     def _begin(self, events: Events, tokens: Tensor, cls: Tensor, config: StreamConfig) -> StreamTokens:
         values, offsets, row = prepend(tokens, events.offsets, events.segment, cls)
@@ -383,32 +393,29 @@ class TasteMatch(nn.Module):
     """How the candidate meets the taste that the events add up to: ``<sum_j w_j e_j, e_candidate> / sqrt(count + 1)``.
 
     The factor model that stands for a user by the items in the history (asymmetric SVD; Koren, KDD 2008), where w_j is
-    how far a rating lies above what was expected. Here w_j is learned from all the features of the event.
+    how far a rating lies above what was expected. Here w_j is learned from what became of the event and when: all its
+    features but those that it shares with the candidate. With those it would learn train's items by heart.
 
     Args:
-        width: W, of an event's features.
-        num_features: that events and candidate share.
+        features: of the stream.
         config: of the model.
     """
 
-    def __init__(
-        self, width: int, num_features: int, config: GemConfig, *, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, features: EventFeatures, config: GemConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.groups = config.num_similarities
-        self.width = num_features * self.groups
-        self.weights_of = Perceptron(width, (config.fusion_hidden,), self.groups, device=device)
-        self.dropout = nn.Dropout(config.field_dropout)
+        self.num_tastes = config.num_tastes
+        self.width = len(features.pairs) * config.num_tastes
+        self.scales = [config.taste_std / (std**2 * config.embedding_dim**0.5) for _, _, std in features.pairs]
+        self.weights_of = Perceptron(features.outcome_width, (config.fusion_hidden,), config.num_tastes, device=device)
 
     def forward(self, events: Events) -> Tensor:
-        """(B, num_features * num_similarities)."""
-        weights = self.weights_of(events.features).unsqueeze(2)
+        """(B, number of shared features * num_tastes)."""
         size = events.offsets.shape[0] - 1
-        norm = (events.offsets.diff() + 1).to(weights.dtype).rsqrt().unsqueeze(1)
+        norm = (events.offsets.diff() + 1).to(events.outcome.dtype).rsqrt().unsqueeze(1)
+        weights = self.weights_of(events.outcome)
         matches = []
-        for embeddings, candidate, factor in events.shared:
-            weighted = (weights * embeddings.unflatten(1, (self.groups, -1))).flatten(1)
-            taste = segment_sum(weighted, events.segment, size) * norm
-            products = self.dropout(taste * candidate)
-            matches.append(products.unflatten(1, (self.groups, -1)).sum(2) * factor)
+        for (embeddings, candidate), scale in zip(events.shared, self.scales, strict=True):
+            weighted = (weights.unsqueeze(2) * embeddings.unsqueeze(1)).flatten(1)
+            taste = segment_sum(weighted, events.segment, size).unflatten(1, (self.num_tastes, -1))
+            matches.append((taste * candidate.unsqueeze(1)).sum(2) * (scale * norm))
         return torch.cat(matches, dim=1)

@@ -30,9 +30,10 @@ class Events(NamedTuple):
     """(B + 1,)."""
     segment: Tensor
     """(T,) which example an event belongs to, see `segment_of`."""
-    shared: tuple[tuple[Tensor, Tensor, float], ...] = ()
-    """For each feature that the candidate has too: embeddings (T, E) of the events and (B, E) of the candidate, and
-    what scales their inner product over a group of entries to variance 1 at the start."""
+    shared: tuple[tuple[Tensor, Tensor], ...]
+    """For each feature that the candidate has too: embeddings (T, E) of the events and (B, E) of the candidate."""
+    outcome: Tensor
+    """(T, C) the rest of the features: what became of the events, and when."""
 
 
 def segment_of(offsets: Tensor, num_rows: int) -> Tensor:
@@ -154,10 +155,11 @@ class EventFeatures(nn.Module):
         self.num_similarities = num_similarities
         self.pairs = []
         for key, feature in zip(stream.keys, stream.features, strict=True):
-            if num_similarities and feature.table_name in candidates:
-                variance = table_std(feature.num_ids, embedding_scale) ** 2
-                factor = 1 / (variance * (embedding_dim / num_similarities) ** 0.5)
-                self.pairs.append((key, candidates[feature.table_name], factor))
+            if feature.table_name in candidates:
+                self.pairs.append((key, candidates[feature.table_name], table_std(feature.num_ids, embedding_scale)))
+        shared = {key for key, _, _ in self.pairs}
+        self.outcome_keys = [key for key in stream.keys if key not in shared]
+        self.outcome_width = embedding_dim * len(self.outcome_keys) + TIME_FEATURES
         self.width = embedding_dim * len(self.keys) + num_similarities * len(self.pairs) + TIME_FEATURES
 
     def forward(self, embedded: Any, ages: Any) -> Events:
@@ -171,9 +173,11 @@ class EventFeatures(nn.Module):
         offsets = first.offsets()
         segment = segment_of(offsets, seconds.shape[0])
         columns = [embedded[key].values() for key in self.keys]
-        shared = tuple((embedded[key].values(), embedded[mate].values(), factor) for key, mate, factor in self.pairs)
-        for events, candidate, factor in shared:
-            products = events * candidate.index_select(0, segment)
-            columns.append(products.unflatten(1, (self.num_similarities, -1)).sum(2) * factor)
-        columns.append(time_features(seconds, self.time_scale))
-        return Events(torch.cat(columns, dim=1), seconds, offsets, segment, shared)
+        shared = tuple((embedded[key].values(), embedded[mate].values()) for key, mate, _ in self.pairs)
+        if self.num_similarities:
+            for (events, candidate), (_, _, std) in zip(shared, self.pairs, strict=True):
+                products = (events * candidate.index_select(0, segment)).unflatten(1, (self.num_similarities, -1))
+                columns.append(products.sum(2) / (std**2 * products.shape[2] ** 0.5))
+        times = time_features(seconds, self.time_scale)
+        outcome = torch.cat([*(embedded[key].values() for key in self.outcome_keys), times], dim=1)
+        return Events(torch.cat([*columns, times], dim=1), seconds, offsets, segment, shared, outcome)

@@ -79,7 +79,7 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
     embedded, pooled = model.ec(batch.events), model.ebc(batch.ids)
     fields = [pooled[key][0] for key in gem.fields.id_keys]
     fields += [embedded[key].values()[0] for key in gem.fields.candidate_keys]
-    assert gem.fields.projections is not None
+    assert gem.fields.projections is not None and gem.direct is not None
     fields = [project(field) for project, field in zip(gem.fields.projections, fields, strict=True)]
     x = first = torch.stack([gem.fields.dense(batch.dense[0]), *fields])
     fields_summary = gem.layers[0].summary.fields
@@ -97,13 +97,14 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
                 columns.append(groups / (min(1, 4 / num_ids) * 2**0.5))
         columns.append(time_features(ages, config.time_scale))
         if name in gem.tastes:
-            weights = gem.tastes[name].weights_of(torch.cat(columns, dim=1))  # (events, 4 groups)
+            # What the candidate does not share: the action, where there is one, and the time.
+            outcome = [embedded["clicks.action"].values()] if name == "clicks" else []
+            weights = gem.tastes[name].weights_of(torch.cat([*outcome, columns[-1]], dim=1))  # (events, 2 tastes)
             for feature, num_ids in (("item", 30), ("shop", 6)):
                 if f"{name}.{feature}" in encoder.features.keys:
                     events = embedded[f"{name}.{feature}"].values()
-                    taste = sum((weights[j].repeat_interleave(2) * e for j, e in enumerate(events)), torch.zeros(8))
-                    products = taste / (len(events) + 1) ** 0.5 * candidate[feature]
-                    matches.append(products.view(4, 2).sum(1) / (min(1, 4 / num_ids) * 2**0.5))
+                    tastes = weights.T @ events / (len(events) + 1) ** 0.5
+                    matches.append(tastes @ candidate[feature] * 0.1 / (4 / num_ids * 8**0.5))
         tokens = encoder.norm(encoder.fusion(torch.cat(columns, dim=1)))
         head_dim = 16 // gem.stream_configs[name].num_heads
         angles = time_angles(ages, head_dim, config.time_scale)
@@ -121,7 +122,9 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
             streams[name] = (tokens + plain_attention(block.attention, normed, normed, turn, window), turn)
         x = layer.interaction(torch.cat([x, s_sum])[None])[0]
     x_sum, s_sum = plain_summary(gem.summary, x, streams)
-    return gem.heads(torch.cat([first.flatten(), x_sum.flatten(), s_sum.flatten(), *matches])[None])[0] + model.bias
+    match = torch.cat(matches)
+    logits = gem.heads(torch.cat([first.flatten(), x_sum.flatten(), s_sum.flatten(), match])[None])[0]
+    return logits + gem.direct.weight @ match + model.bias
 
 
 def test_logits_are_those_of_each_example_alone_in_plain_pytorch(schema: FeatureSchema) -> None:
