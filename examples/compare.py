@@ -108,6 +108,8 @@ def train_all(args: argparse.Namespace, out: Path) -> None:
             return
         command = [sys.executable, str(script), "--model", model, "--seed", str(seed), "--data", args.data]
         command += ["--data-dir", str(args.data_dir)]
+        if args.device:
+            command += ["--device", args.device]
         resumable = (folder / "checkpoints" / "index.json").is_file()
         command += ["--resume" if resumable else "--run-dir", str(folder)]
         if args.recipe:
@@ -229,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", choices=["ml-100k", "synthetic"], default="ml-100k", help="default: ml-100k")
     add("--recipe", help="default: the one named like the data")
     add("--jobs", type=int, default=jobs, help="runs at a time; default: one a core, or 1 on a GPU")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU; all jobs share it")
     add("--out", type=Path, help="default: runs/compare-DATE-TIME")
     add("--data-dir", type=Path, default=Path("data"), help="where fetched data are kept; default: data")
     args = parser.parse_args(argv)

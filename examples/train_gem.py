@@ -90,20 +90,21 @@ def load_data(args: argparse.Namespace, recipe: Recipe, world: World) -> EventDa
     if world.is_first:
         movielens.fetch(args.data_dir)
     dist.barrier()
-    return movielens.load(args.data_dir, recipe.max_events)
+    return movielens.load(args.data_dir, recipe.max_events, recipe.max_past)
 
 
 def distribute(model: nn.Module, recipe: Recipe, world: World) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Tables are split over the ranks and updated by RowWiseAdagrad in backward; the rest is replicated, with AdamW."""
     constraints = {}
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, EmbeddingBagCollection):
             configs = module.embedding_bag_configs()
         elif isinstance(module, EmbeddingCollection):
             configs = module.embedding_configs()
         else:
             continue
-        apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": recipe.table_lr})
+        rate, _ = recipe.table_rates(name)
+        apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": rate})
         for config in configs:
             # Whole tables: what fbgemm does on a CPU too, and the optimizer in backward skips data-parallel ones.
             constraints[config.name] = ParameterConstraints(sharding_types=["table_wise"])
@@ -195,7 +196,7 @@ def train(args: argparse.Namespace, world: World) -> int:
 
     pipeline = TrainPipelineSparseDist(model, optimizer, world.device, custom_model_fwd=forward)
     full_rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    tables = [table.data for _, table in in_backward_optimizer_filter(model.named_parameters(), include=True)]
+    tables = {name: table.data for name, table in in_backward_optimizer_filter(model.named_parameters(), include=True)}
     num_steps = recipe.epochs * len(train_batches)
 
     def before_step(step: int) -> None:
@@ -203,9 +204,10 @@ def train(args: argparse.Namespace, world: World) -> int:
         for group, rate in full_rates:
             group["lr"] = rate * factor
         # Not fbgemm's own decay, which its CPU kernels leave out in silence.
-        if recipe.table_weight_decay:
-            for table in tables:
-                table.mul_(1.0 - recipe.table_lr * factor * recipe.table_weight_decay)
+        for name, table in tables.items():
+            rate, decay = recipe.table_rates(name)
+            if decay:
+                table.mul_(1.0 - rate * factor * decay)
 
     # The run's folder: new, or one to go on in. Where a run is trained may change on the way, and how long, unless the
     # learning rate counts on it.

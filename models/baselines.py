@@ -56,12 +56,11 @@ class DinConfig(BaselineConfig):
 class HistoryFree(nn.Module):
     """The non-sequence tokens side by side, into the heads."""
 
-    reads_history = False
-
     def __init__(
         self, schema: FeatureSchema, config: BaselineConfig, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        self.event_keys = schema.candidate_keys
         self.fields = _fields(schema, config, device)
         self.heads = _heads(self.fields.num_tokens * config.dim, schema, config, device)
         self.dropout = nn.Dropout(config.field_dropout)
@@ -77,13 +76,12 @@ class MeanPooled(nn.Module):
     q is the candidate, mapped linearly to d: without the product no first layer of a head could compare the two.
     """
 
-    reads_history = True
-
     def __init__(
         self, schema: FeatureSchema, config: BaselineConfig, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.fields = _fields(schema, config, device)
+        self.event_keys = schema.event_keys
         self.candidate = Candidate(schema, config, device=device)
         self.events = _events(schema, config)
         self.tokens = nn.ModuleDict(
@@ -113,11 +111,10 @@ class Din(nn.Module):
     The weighted sum is divided by the root of the history's length, so that its size does not grow with it.
     """
 
-    reads_history = True
-
     def __init__(self, schema: FeatureSchema, config: DinConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.fields = _fields(schema, config, device)
+        self.event_keys = schema.event_keys
         self.candidate = Candidate(schema, config, device=device)
         self.events = _events(schema, config)
         self.tokens = nn.ModuleDict(

@@ -40,9 +40,11 @@ class RankingModel(nn.Module):
 
     Args:
         schema: of the data.
-        body: `Gem` or a baseline.
-        embedding_dim: width of every table.
+        body: `Gem` or a baseline. It has ``event_keys``, what it reads of ``Batch.events``, and may have
+            ``taste_tables``, see `models.taste.taste_tables`.
+        embedding_dim: width of every table of the schema.
         embedding_scale: of the normal distributions that the tables start from, see `models.inputs.table_std`.
+        taste_dim: width of the tables of taste.
         task_weights: of the tasks' losses, default 1 each.
         device: of the tables and of the bias; "meta" builds without memory.
     """
@@ -54,12 +56,16 @@ class RankingModel(nn.Module):
         *,
         embedding_dim: int,
         embedding_scale: float,
+        taste_dim: int = 0,
         task_weights: Sequence[float] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         device = None if device is None else torch.device(device)
-        used = schema.event_keys if getattr(body, "reads_history", True) else schema.candidate_keys
+        used = {
+            name: (rows, tuple(key for key in keys if key in body.event_keys))
+            for name, (rows, keys) in schema.event_tables().items()
+        }
         bags = [
             EmbeddingBagConfig(
                 name=name,
@@ -71,19 +77,10 @@ class RankingModel(nn.Module):
             )
             for name, (rows, keys) in schema.id_tables().items()
         ]
-        tables = [
-            EmbeddingConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=embedding_dim,
-                feature_names=[key for key in keys if key in used],
-                init_fn=partial(nn.init.normal_, std=table_std(rows, embedding_scale)),
-            )
-            for name, (rows, keys) in schema.event_tables().items()
-            if set(keys) & set(used)
-        ]
+        taste = getattr(body, "taste_tables", {})
         self.ebc = EmbeddingBagCollection(tables=bags, device=device) if bags else None
-        self.ec = EmbeddingCollection(tables=tables, device=device)
+        self.ec = _sequence_tables(used, embedding_dim, embedding_scale, device)
+        self.taste = _sequence_tables(taste, taste_dim, embedding_scale, device) if taste else None
         self.body = body
         self.bias = nn.Parameter(torch.zeros(len(schema.tasks), device=device))
         self.loss = MultiTaskLoss(len(schema.tasks), task_weights)
@@ -102,8 +99,27 @@ class RankingModel(nn.Module):
         """The loss, a scalar, and the logits (B, K)."""
         pooled = None if self.ebc is None else self.ebc(batch.ids)
         embedded = self.ec(batch.events)
-        logits = self.body(batch.dense, pooled, embedded, batch.ages) + self.bias
+        vectors = () if self.taste is None else (self.taste(batch.events),)
+        logits = self.body(batch.dense, pooled, embedded, batch.ages, *vectors) + self.bias
         return self.loss(logits, batch.labels, batch.weights), logits
+
+
+def _sequence_tables(
+    tables: Mapping[str, tuple[int, tuple[str, ...]]], dim: int, scale: float, device: torch.device | None
+) -> EmbeddingCollection:
+    """The tables that some key reads, by name: (rows, keys)."""
+    configs = [
+        EmbeddingConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=list(keys),
+            init_fn=partial(nn.init.normal_, std=table_std(rows, scale)),
+        )
+        for name, (rows, keys) in tables.items()
+        if keys
+    ]
+    return EmbeddingCollection(tables=configs, device=device)
 
 
 def _reset(module: nn.Module) -> None:
@@ -180,6 +196,7 @@ def build_model(
         body,
         embedding_dim=config.embedding_dim,
         embedding_scale=config.embedding_scale,
+        taste_dim=config.taste_dim if isinstance(config, GemConfig) else 0,
         task_weights=task_weights,
         device=device,
     )

@@ -30,9 +30,10 @@ from gemattn.nn import MaskedFusion, position_angles, time_angles
 from gemattn.spec import Impl
 from models.features import EventStream, FeatureSchema
 from models.heads import TaskHeads
-from models.inputs import EventFeatures, Events, FieldTokens, segment_of, segment_sum
-from models.interaction import Gate, LinearCompression, Perceptron, PersonalizedFeedForward, WukongLayer
+from models.inputs import EventFeatures, Events, FieldTokens, candidate_mates, segment_of
+from models.interaction import Gate, LinearCompression, PersonalizedFeedForward, WukongLayer
 from models.jagged import prepend, rows_from_end, rows_from_start
+from models.taste import TasteMatch, taste_tables
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,21 @@ class StreamConfig:
         window: tokens that an event sees on either side of itself; None: all of its sequence.
         num_seeds: learned queries that pool the stream (PMA).
         num_recent: latest events that enter the summary as they are.
+        tokens: whether the events become tokens; without, taste alone reads the stream, at little cost for its length.
+        num_tastes: weighted sums of the events that the candidate is held against, see `TasteMatch`; 0 for none. Of a
+            stream that shares no table with the candidate there are none.
     """
 
     num_heads: int = 2
     window: int | None = None
     num_seeds: int = 2
     num_recent: int = 0
+    tokens: bool = True
+    num_tastes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_tastes < 0:
+            raise ValueError(f"num_tastes must be at least 0, got {self.num_tastes}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class GemConfig:
     """Sizes of the model. Published GEM has no public dimensions; the defaults fit a data set of 100,000 events.
 
     Args:
-        embedding_dim: width of every table.
+        embedding_dim: width of every table but those of taste.
         embedding_scale: of the tables at the start, see `models.inputs.table_std`.
         dim: d, width of the tokens.
         num_layers: InterFormer layers.
@@ -66,8 +76,11 @@ class GemConfig:
         streams: stream name -> its own config.
         rotary: what turns queries and keys: the log age of the events (ROTE), their position (RoPE), or nothing.
         time_scale: seconds; ages are told apart linearly below it, by their ratio above it.
-        num_similarities: inner products with the candidate that an event, and the taste that all events add up to, have
-            for each feature they share.
+        num_similarities: inner products with the candidate that an event has for each feature they share.
+        taste_dim: width of the tables of taste, see `taste_tables`.
+        taste_std: of a match at the start; small, so that taste counts only once it has been learned.
+        taste_dropout: of the products that a match is the sum of.
+        event_dropout: of the events that add up to a taste.
         dense_hidden: width between the two layers that make a token of the dense floats.
         fusion_hidden: width between the layers of the event encoder's two perceptrons.
         ffn_dim: hidden width of the personalised feed-forward, see `PersonalizedFeedForward`.
@@ -89,6 +102,10 @@ class GemConfig:
     rotary: Literal["time", "position", "none"] = "time"
     time_scale: float = 60.0
     num_similarities: int = 4
+    taste_dim: int = 16
+    taste_std: float = 0.1
+    taste_dropout: float = 0.0
+    event_dropout: float = 0.0
     dense_hidden: int = 64
     fusion_hidden: int = 32
     ffn_dim: int = 64
@@ -269,7 +286,8 @@ class Gem(nn.Module):
         if unknown:
             raise ValueError(f"GemConfig.streams names {unknown}, the schema has streams {list(schema.stream_names)}")
         self.config, self.impl = config, impl
-        streams = {name: config.streams.get(name, config.stream) for name in schema.stream_names}
+        stream_configs = {name: config.streams.get(name, config.stream) for name in schema.stream_names}
+        streams = {name: stream for name, stream in stream_configs.items() if stream.tokens}
         self.fields = FieldTokens(
             schema,
             embedding_dim=config.embedding_dim,
@@ -279,7 +297,11 @@ class Gem(nn.Module):
             device=device,
         )
         self.encoders = nn.ModuleDict(
-            {stream.name: EventEncoder(schema, stream, config, device=device) for stream in schema.streams}
+            {
+                stream.name: EventEncoder(schema, stream, config, device=device)
+                for stream in schema.streams
+                if stream.name in streams
+            }
         )
         self.layers = nn.ModuleList(
             InterFormerLayer(self.fields.num_tokens, streams, config, impl=impl, device=device)
@@ -287,21 +309,45 @@ class Gem(nn.Module):
         )
         self.summary = Summary(self.fields.num_tokens, streams, config, impl=impl, device=device)
         self.stream_configs = streams
-        self.tastes = nn.ModuleDict()
-        for name, encoder in self.encoders.items():
-            assert isinstance(encoder, EventEncoder)
-            if encoder.features.pairs:
-                self.tastes[name] = TasteMatch(
-                    encoder.features.width, len(encoder.features.pairs), config, device=device
+        weighed = [s for s in schema.streams if stream_configs[s.name].num_tastes and candidate_mates(schema, s)]
+        self.tastes = nn.ModuleDict(
+            {
+                stream.name: TasteMatch(
+                    schema,
+                    stream,
+                    num_tastes=stream_configs[stream.name].num_tastes,
+                    embedding_dim=config.embedding_dim,
+                    embedding_scale=config.embedding_scale,
+                    taste_dim=config.taste_dim,
+                    taste_std=config.taste_std,
+                    time_scale=config.time_scale,
+                    hidden_dim=config.fusion_hidden,
+                    dropout=config.taste_dropout,
+                    event_dropout=config.event_dropout,
+                    device=device,
                 )
+                for stream in weighed
+            }
+        )
+        self.taste_tables = taste_tables(schema, weighed)
+        read = {key for stream in schema.streams if stream.name in streams for key in stream.keys}
+        read.update(key for taste in self.tastes.values() for key in taste.outcome_keys)
+        self.event_keys = (*schema.candidate_keys, *(key for key in schema.event_keys if key in read))
         width = config.dim * (config.num_sum + self.summary.num_sequence_tokens)
-        width += sum(taste.width for taste in self.tastes.values())
-        width += config.dim * self.fields.num_tokens
+        num_matches = sum(taste.width for taste in self.tastes.values())
+        width += config.dim * self.fields.num_tokens + num_matches
         self.heads = TaskHeads(
             width, schema.tasks, hidden_dims=config.head_hidden, dropout=config.dropout, device=device
         )
+        self.direct = nn.Linear(num_matches, len(schema.tasks), bias=False, device=device) if num_matches else None
+        self.reset_parameters()
 
-    def forward(self, dense: Tensor, pooled: Any, embedded: Any, ages: Any) -> Tensor:
+    def reset_parameters(self) -> None:
+        """A better match speaks for every task at the start; the modules below have reset themselves."""
+        if self.direct is not None:
+            nn.init.constant_(self.direct.weight, self.direct.in_features**-0.5)
+
+    def forward(self, dense: Tensor, pooled: Any, embedded: Any, ages: Any, vectors: Any = None) -> Tensor:
         """(B, K) logits.
 
         Args:
@@ -309,19 +355,20 @@ class Gem(nn.Module):
             pooled: `KeyedTensor` of the sparse fields; None where the schema has none.
             embedded: {key: JaggedTensor} of the candidate and the events.
             ages: `KeyedJaggedTensor` of seconds.
+            vectors: {key: JaggedTensor} of the tables of taste; None where there are none.
         """
         x = fields = self.fields(dense, pooled, embedded)
         cls = self.layers[0].summary.fields(x)
-        streams, matches = {}, []
+        matches = [taste(embedded, vectors, ages) for taste in self.tastes.values()]
+        streams = {}
         for name, encoder in self.encoders.items():
             events, tokens = encoder(embedded, ages)
-            if name in self.tastes:
-                matches.append(self.tastes[name](events))
             streams[name] = self._begin(events, tokens, cls, self.stream_configs[name])
         for layer in self.layers:
             x, streams = layer(x, streams)
         x_sum, s_sum = self.summary(x, streams)
-        return self.heads(torch.cat([torch.cat([fields, x_sum, s_sum], dim=1).flatten(1), *matches], dim=1))
+        logits = self.heads(torch.cat([torch.cat([fields, x_sum, s_sum], dim=1).flatten(1), *matches], dim=1))
+        return logits if self.direct is None else logits + self.direct(torch.cat(matches, dim=1))
 
     def _begin(self, events: Events, tokens: Tensor, cls: Tensor, config: StreamConfig) -> StreamTokens:
         values, offsets, row = prepend(tokens, events.offsets, events.segment, cls)
@@ -377,38 +424,3 @@ class EventEncoder(nn.Module):
         """The stream's events, and their tokens (T, d)."""
         events = self.features(embedded, ages)
         return events, self.norm(self.fusion(events.features))
-
-
-class TasteMatch(nn.Module):
-    """How the candidate meets the taste that the events add up to: ``<sum_j w_j e_j, e_candidate> / sqrt(count + 1)``.
-
-    The factor model that stands for a user by the items in the history (asymmetric SVD; Koren, KDD 2008), where w_j is
-    how far a rating lies above what was expected. Here w_j is learned from all the features of the event.
-
-    Args:
-        width: W, of an event's features.
-        num_features: that events and candidate share.
-        config: of the model.
-    """
-
-    def __init__(
-        self, width: int, num_features: int, config: GemConfig, *, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__()
-        self.groups = config.num_similarities
-        self.width = num_features * self.groups
-        self.weights_of = Perceptron(width, (config.fusion_hidden,), self.groups, device=device)
-        self.dropout = nn.Dropout(config.field_dropout)
-
-    def forward(self, events: Events) -> Tensor:
-        """(B, num_features * num_similarities)."""
-        weights = self.weights_of(events.features).unsqueeze(2)
-        size = events.offsets.shape[0] - 1
-        norm = (events.offsets.diff() + 1).to(weights.dtype).rsqrt().unsqueeze(1)
-        matches = []
-        for embeddings, candidate, factor in events.shared:
-            weighted = (weights * embeddings.unflatten(1, (self.groups, -1))).flatten(1)
-            taste = segment_sum(weighted, events.segment, size) * norm
-            products = self.dropout(taste * candidate)
-            matches.append(products.unflatten(1, (self.groups, -1)).sum(2) * factor)
-        return torch.cat(matches, dim=1)

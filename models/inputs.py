@@ -30,9 +30,6 @@ class Events(NamedTuple):
     """(B + 1,)."""
     segment: Tensor
     """(T,) which example an event belongs to, see `segment_of`."""
-    shared: tuple[tuple[Tensor, Tensor, float], ...] = ()
-    """For each feature that the candidate has too: embeddings (T, E) of the events and (B, E) of the candidate, and
-    what scales their inner product over a group of entries to variance 1 at the start."""
 
 
 def segment_of(offsets: Tensor, num_rows: int) -> Tensor:
@@ -66,6 +63,16 @@ def time_features(ages: Tensor, time_scale: float) -> Tensor:
     tau = log_age(ages, time_scale).unsqueeze(1)
     angles = time_angles(ages, 2 * TIME_FREQUENCIES, time_scale)
     return torch.cat([tau / 8, angles.cos(), angles.sin()], dim=1)
+
+
+def candidate_mates(schema: FeatureSchema, stream: EventStream) -> dict[str, str]:
+    """Keys of the stream whose table the candidate uses too (the item of an event) -> the candidate's key."""
+    candidates = {feature.table_name: key for key, feature in zip(schema.candidate_keys, schema.candidate, strict=True)}
+    return {
+        key: candidates[feature.table_name]
+        for key, feature in zip(stream.keys, stream.features, strict=True)
+        if feature.table_name in candidates
+    }
 
 
 class FieldTokens(nn.Module):
@@ -144,20 +151,17 @@ class EventFeatures(nn.Module):
     ) -> None:
         super().__init__()
         self.stream, self.keys, self.time_scale = stream.name, stream.keys, time_scale
-        candidates = {
-            feature.table_name: key for key, feature in zip(schema.candidate_keys, schema.candidate, strict=True)
-        }
         if num_similarities and embedding_dim % num_similarities:
             raise ValueError(
                 f"num_similarities is {num_similarities}, wanted a divisor of embedding_dim, {embedding_dim}"
             )
         self.num_similarities = num_similarities
         self.pairs = []
+        mates = candidate_mates(schema, stream) if num_similarities else {}
         for key, feature in zip(stream.keys, stream.features, strict=True):
-            if num_similarities and feature.table_name in candidates:
+            if key in mates:
                 variance = table_std(feature.num_ids, embedding_scale) ** 2
-                factor = 1 / (variance * (embedding_dim / num_similarities) ** 0.5)
-                self.pairs.append((key, candidates[feature.table_name], factor))
+                self.pairs.append((key, mates[key], 1 / (variance * (embedding_dim / num_similarities) ** 0.5)))
         self.width = embedding_dim * len(self.keys) + num_similarities * len(self.pairs) + TIME_FEATURES
 
     def forward(self, embedded: Any, ages: Any) -> Events:
@@ -171,9 +175,8 @@ class EventFeatures(nn.Module):
         offsets = first.offsets()
         segment = segment_of(offsets, seconds.shape[0])
         columns = [embedded[key].values() for key in self.keys]
-        shared = tuple((embedded[key].values(), embedded[mate].values(), factor) for key, mate, factor in self.pairs)
-        for events, candidate, factor in shared:
-            products = events * candidate.index_select(0, segment)
+        for key, mate, factor in self.pairs:
+            products = embedded[key].values() * embedded[mate].values().index_select(0, segment)
             columns.append(products.unflatten(1, (self.num_similarities, -1)).sum(2) * factor)
         columns.append(time_features(seconds, self.time_scale))
-        return Events(torch.cat(columns, dim=1), seconds, offsets, segment, shared)
+        return Events(torch.cat(columns, dim=1), seconds, offsets, segment)

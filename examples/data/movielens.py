@@ -342,8 +342,12 @@ def _buckets(values: Floats, low: float, high: float, width: float) -> tuple[Int
     return ids, round((high - low) / width) + 2
 
 
-def build(ratings: Ratings, max_events: int = 50) -> EventData:
-    """Schema, histories and features of the protocol above; histories are cut to their latest ``max_events``."""
+def build(ratings: Ratings, max_events: int = 50, max_past: int = 200) -> EventData:
+    """Schema, histories and features of the protocol above.
+
+    There are two streams of the same events: ``ratings``, with all that is known of an event, and ``past``, with little
+    of each but longer, for what adds up over many. They are cut to their latest ``max_events`` and ``max_past``.
+    """
     n = len(ratings)
     splits = split_by_time(n)
     train = splits["train"]
@@ -379,15 +383,19 @@ def build(ratings: Ratings, max_events: int = 50) -> EventData:
     # A rating says more against what others gave the item before: 3 below them to 3 above, in halves.
     surprise = _buckets(ratings.rating - statistics["item_rating"], -3.0, 3.0, 0.5)
     event = {**candidate, "rating": (ratings.rating, NUM_RATINGS + 1), "surprise": surprise}
+    streams = {"ratings": tuple(event), "past": ("item", "rating", "surprise")}
+    longest = {"ratings": max_events, "past": max_past}
 
     schema = FeatureSchema(
         dense=(*statistics, "year", "age"),
         ids=tuple(IdFeature(name, size) for name, (_, size) in bags.items()),
         candidate=tuple(IdFeature(name, size) for name, (_, size) in candidate.items()),
-        streams=(EventStream("ratings", tuple(IdFeature(name, size) for name, (_, size) in event.items())),),
+        streams=tuple(
+            EventStream(name, tuple(IdFeature(feature, event[feature][1]) for feature in features))
+            for name, features in streams.items()
+        ),
         tasks=TASKS,
     )
-    stream = StreamData(tuple(ids[by_user] for ids, _ in event.values()), time[by_user], history.begin, history.end)
     return EventData(
         schema=schema,
         users=user,
@@ -395,13 +403,18 @@ def build(ratings: Ratings, max_events: int = 50) -> EventData:
         dense=dense.clip(-4.0, 4.0).astype(np.float32),
         ids=tuple(ragged for ragged, _ in bags.values()),
         candidate=tuple(ids for ids, _ in candidate.values()),
-        streams=(stream.recent(max_events),),
+        streams=tuple(
+            StreamData(
+                tuple(event[feature][0][by_user] for feature in features), time[by_user], history.begin, history.end
+            ).recent(longest[name])
+            for name, features in streams.items()
+        ),
         labels=np.stack([ratings.rating >= 4, ratings.rating == 5], axis=1).astype(np.float32),
         weights=np.ones(n, dtype=np.float32),
         splits=splits,
     )
 
 
-def load(data_dir: Path, max_events: int = 50) -> EventData:
-    """Fetches (on first use), reads and builds MovieLens-100K."""
-    return build(read_ratings(fetch(data_dir)), max_events)
+def load(data_dir: Path, max_events: int = 50, max_past: int = 200) -> EventData:
+    """Fetches (on first use), reads and builds MovieLens-100K; see `build`."""
+    return build(read_ratings(fetch(data_dir)), max_events, max_past)

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torchrec")
 
 from examples.data import movielens
-from examples.data.events import EventData, find_leak
+from examples.data.events import EventData, StreamData, find_leak
+from examples.data.history import history_slices
 from examples.data.movielens import DataError
 from models.features import check_batch
 
@@ -114,16 +115,18 @@ def test_split_order_and_labels(files):
     assert data.labels[:, 1].tolist() == (ratings.rating == 5).astype(float).tolist()
 
 
-def test_histories_hold_strictly_earlier_events_alone(files):
+@pytest.mark.parametrize(("stream", "most"), [("ratings", 5), ("past", 8)])
+def test_histories_hold_strictly_earlier_events_alone(files, stream, most):
     ratings = movielens.read_ratings(files)
-    data = movielens.build(ratings, max_events=8)
+    data = movielens.build(ratings, max_events=5, max_past=8)
     batch = data.batch(np.arange(300))
     check_batch(batch, data.schema)
-    given, ages = batch.events["ratings.rating"], batch.ages["ratings"]
-    items = batch.events["ratings.item"]
+    given, ages = batch.events[f"{stream}.rating"], batch.ages[stream]
+    items = batch.events[f"{stream}.item"]
     offsets = given.offsets().tolist()
+    assert given.lengths().max() == most
     for n in range(300):
-        earlier = np.flatnonzero((ratings.user_row == ratings.user_row[n]) & (ratings.time < ratings.time[n]))[-8:]
+        earlier = np.flatnonzero((ratings.user_row == ratings.user_row[n]) & (ratings.time < ratings.time[n]))[-most:]
         part = slice(offsets[n], offsets[n + 1])
         assert given.values()[part].tolist() == ratings.rating[earlier].tolist()
         assert ages.values()[part].tolist() == (ratings.time[n] - ratings.time[earlier]).tolist()
@@ -200,8 +203,10 @@ def test_the_real_set_is_what_the_protocol_says(ml_100k):
     test = ml_100k.splits["test"]
     unseen = ~np.isin(ml_100k.users[test], ml_100k.users[ml_100k.splits["train"]])
     assert unseen.mean() == pytest.approx(0.858, abs=5e-4)
-    assert find_leak(ml_100k.streams[0], ml_100k.times) is None
-    assert (ml_100k.streams[0].end - ml_100k.streams[0].begin).max() == 50
+    assert ml_100k.schema.stream_names == ("ratings", "past")
+    for stream, longest in zip(ml_100k.streams, (50, 200), strict=True):
+        assert find_leak(stream, ml_100k.times) is None
+        assert (stream.end - stream.begin).max() == longest
 
 
 def test_history_lengths_of_the_real_set(ml_100k_dir):
@@ -209,3 +214,18 @@ def test_history_lengths_of_the_real_set(ml_100k_dir):
     lengths = (data.streams[0].end - data.streams[0].begin)[data.splits["test"]]
     assert np.percentile(lengths, [10, 25, 50, 75, 90]).tolist() == [11, 34, 88, 183, 285]
     assert (lengths == 0).mean() == pytest.approx(0.0172)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_tie_mates_in_either_stream_are_refused(files, place):
+    ratings = movielens.read_ratings(files)
+    data = movielens.build(ratings)
+    users = np.sort(ratings.user_row)  # of the events of a stream, which are sorted by user, then time
+    stream, streams = data.streams[place], list(data.streams)
+    # Up to the next second: the event itself and its tie-mates.
+    streams[place] = StreamData(
+        stream.ids, stream.times, *history_slices(users, stream.times, data.users, data.times + 1)
+    )
+    assert (streams[place].end > stream.end).all()
+    with pytest.raises(ValueError, match=rf"stream '{data.schema.stream_names[place]}': .*strictly earlier"):
+        replace(data, streams=tuple(streams))

@@ -242,19 +242,24 @@ def test_learning_rates_rise_and_fall():
 
 
 def test_tables_decay(tmp_path, monkeypatch):
-    """Learning rate 0 and decay 1/lr * .01 leave each table at .99 to the number of steps of its start."""
+    """Learning rate 0 and decay 1/lr * .01 leave each table at .99 to the number of steps of its start.
+
+    The tables of taste go by their own two numbers: here .98.
+    """
     monkeypatch.chdir(tmp_path)
     states = []
     for name, decay in (("still", 0.0), ("decayed", 1e4)):
-        changed = partial(replace, table_lr=1e-6, table_weight_decay=decay)
+        changed = partial(replace, table_lr=1e-6, table_weight_decay=decay, taste_lr=1e-6, taste_weight_decay=2 * decay)
         monkeypatch.setitem(train_gem.RECIPES, "tiny", lambda model, changed=changed: changed(tiny(model)))
-        assert train("--model", "mean", "--run-dir", name) == 0
+        assert train("--run-dir", name) == 0
         states.append(saved_state(tmp_path / name, tmp_path / f"{name}.pt"))
     still, decayed = states
     tables = [name for name in still if name.startswith("/model/") and ".embedding" in name and name.endswith("weight")]
-    assert len(tables) >= 5
+    of_taste = [name for name in tables if "taste_" in name]
+    assert len(of_taste) == 4 and len(tables) >= 9
     for name in tables:
-        torch.testing.assert_close(decayed[name], still[name] * 0.99**10, atol=2e-4, rtol=0)
+        factor = 0.98 if name in of_taste else 0.99
+        torch.testing.assert_close(decayed[name], still[name] * factor**10, atol=2e-4, rtol=0)
 
 
 def test_nothing_is_overwritten_and_nothing_resumed_from_nowhere(finished, tmp_path, capsys):

@@ -202,17 +202,17 @@ def test_sharded_pipeline_trains_like_the_plain_model(schema: FeatureSchema, nam
     torch.manual_seed(0)
     plain = build_model(name, schema, **({"dropout": 0.0}))
     sharded = build_model(name, schema, device="meta", **({"dropout": 0.0}))
-    for tables in (sharded.ebc, sharded.ec):
+    for tables in filter(None, (sharded.ebc, sharded.ec, sharded.taste)):
         apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
     sharded = DistributedModelParallel(sharded, device=torch.device("cpu"))
     # Built without memory and given it by DMP, every weight starts from the distribution of the plain model's.
     for (key, theirs), (_, ours) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
-        if ours.numel() >= 16 and not key.startswith(("ec.", "ebc.")):
+        if ours.numel() >= 16 and not key.startswith(("ec.", "ebc.", "taste.")):
             assert theirs.std().item() == pytest.approx(ours.std().item(), rel=0.5, abs=1e-6), key
             assert theirs.mean().item() == pytest.approx(ours.mean().item(), abs=4 * ours.std().item() / 4), key
     sharded.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    dense = [p for key, p in sharded.named_parameters() if not key.startswith(("ec.", "ebc."))]
+    dense = [p for key, p in sharded.named_parameters() if not key.startswith(("ec.", "ebc.", "taste."))]
     pipeline = TrainPipelineSparseDist(
         sharded,
         torch.optim.SGD(dense, lr=0.1),

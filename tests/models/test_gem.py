@@ -24,8 +24,19 @@ from models.jagged import prepend, rows_from_end, rows_from_start
 from tests.models.conftest import make_batch, select
 
 LENGTHS = [3, 0, 7, 1, 12]
-OPTIONS = {"embedding_dim": 8, "dim": 16, "num_layers": 2, "ffn_dim": 12, "interaction_hidden": (20,), "dropout": 0.0}
-STREAMS = {"clicks": {"num_heads": 2, "window": 2, "num_recent": 2}, "views": {"num_heads": 4, "num_seeds": 3}}
+OPTIONS = {
+    "embedding_dim": 8,
+    "dim": 16,
+    "taste_dim": 4,
+    "num_layers": 2,
+    "ffn_dim": 12,
+    "interaction_hidden": (20,),
+    "dropout": 0.0,
+}
+STREAMS = {
+    "clicks": {"num_heads": 2, "window": 2, "num_recent": 2, "num_tastes": 2},
+    "views": {"num_heads": 4, "num_seeds": 3},
+}
 
 
 def make_model(schema: FeatureSchema, **options: object) -> RankingModel:
@@ -76,10 +87,10 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
     gem = model.body
     assert isinstance(gem, Gem)
     config = gem.config
-    embedded, pooled = model.ec(batch.events), model.ebc(batch.ids)
+    embedded, pooled, vectors = model.ec(batch.events), model.ebc(batch.ids), model.taste(batch.events)
     fields = [pooled[key][0] for key in gem.fields.id_keys]
     fields += [embedded[key].values()[0] for key in gem.fields.candidate_keys]
-    assert gem.fields.projections is not None
+    assert gem.fields.projections is not None and gem.direct is not None
     fields = [project(field) for project, field in zip(gem.fields.projections, fields, strict=True)]
     x = first = torch.stack([gem.fields.dense(batch.dense[0]), *fields])
     fields_summary = gem.layers[0].summary.fields
@@ -96,14 +107,14 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
                 groups = torch.stack([products[:, 2 * g : 2 * g + 2].sum(1) for g in range(4)], dim=1)
                 columns.append(groups / (min(1, 4 / num_ids) * 2**0.5))
         columns.append(time_features(ages, config.time_scale))
-        if name in gem.tastes:
-            weights = gem.tastes[name].weights_of(torch.cat(columns, dim=1))  # (events, 4 groups)
-            for feature, num_ids in (("item", 30), ("shop", 6)):
-                if f"{name}.{feature}" in encoder.features.keys:
-                    events = embedded[f"{name}.{feature}"].values()
-                    taste = sum((weights[j].repeat_interleave(2) * e for j, e in enumerate(events)), torch.zeros(8))
-                    products = taste / (len(events) + 1) ** 0.5 * candidate[feature]
-                    matches.append(products.view(4, 2).sum(1) / (min(1, 4 / num_ids) * 2**0.5))
+        # Taste weighs events by what the candidate does not share: the action, where there is one, and the time.
+        outcome = [embedded["clicks.action"].values()] if name == "clicks" else []
+        weights = gem.tastes[name].weights_of(torch.cat([*outcome, columns[-1]], dim=1))  # (events, tastes)
+        for feature, num_ids in (("item", 30), ("shop", 6)):
+            if f"{name}.{feature}" in encoder.features.keys:
+                events, mate = vectors[f"{name}.{feature}"].values(), vectors[f"candidate.{feature}"].values()[0]
+                tastes = weights.T @ events / (len(events) + 1) ** 0.5
+                matches.append(tastes @ mate * 0.1 / (min(1, 4 / num_ids) * 4**0.5))
         tokens = encoder.norm(encoder.fusion(torch.cat(columns, dim=1)))
         head_dim = 16 // gem.stream_configs[name].num_heads
         angles = time_angles(ages, head_dim, config.time_scale)
@@ -121,7 +132,9 @@ def plain_logits(model: RankingModel, batch: Batch) -> Tensor:
             streams[name] = (tokens + plain_attention(block.attention, normed, normed, turn, window), turn)
         x = layer.interaction(torch.cat([x, s_sum])[None])[0]
     x_sum, s_sum = plain_summary(gem.summary, x, streams)
-    return gem.heads(torch.cat([first.flatten(), x_sum.flatten(), s_sum.flatten(), *matches])[None])[0] + model.bias
+    match = torch.cat(matches)
+    logits = gem.heads(torch.cat([first.flatten(), x_sum.flatten(), s_sum.flatten(), match])[None])[0]
+    return logits + gem.direct.weight @ match + model.bias
 
 
 def test_logits_are_those_of_each_example_alone_in_plain_pytorch(schema: FeatureSchema) -> None:
@@ -252,6 +265,61 @@ def test_learns_whether_the_candidate_is_in_the_history(schema: FeatureSchema) -
         losses.append(loss.item())
     assert sum(losses[:5]) / 5 > 1.3  # 2 log 2 = 1.386 without knowing
     assert sum(losses[-5:]) / 5 < 0.9
+
+
+# Taste -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_without_tokens_is_read_by_taste_alone(schema: FeatureSchema) -> None:
+    model, batch = make_model(schema, streams={**STREAMS, "views": {"tokens": False}}), make_batch(LENGTHS)
+    gem = model.body
+    assert isinstance(gem, Gem)
+    assert set(gem.encoders) == set(gem.layers[0].blocks) == set(gem.summary.sequences) == {"clicks"}
+    assert set(gem.tastes) == {"clicks", "views"}
+    assert "views.item" not in gem.event_keys  # of the tables that tokens are made from
+    assert model.taste is not None
+    tables = {table.name: table.feature_names for table in model.taste.embedding_configs()}
+    assert tables == {
+        "taste_item_candidate": ["candidate.item"],
+        "taste_item_events": ["clicks.item", "views.item"],
+        "taste_shop_candidate": ["candidate.shop"],
+        "taste_shop_events": ["clicks.shop"],
+    }
+    values = batch.events.values().clone()
+    first = len(values) - sum(LENGTHS)
+    values[first:] = (values[first:] + 1) % 30
+    events = type(batch.events)(batch.events.keys(), values, lengths=batch.events.lengths())
+    with torch.no_grad():
+        change = (model(batch)[1] - model(replace(batch, events=events))[1]).abs().amax(dim=1)
+    assert [bool(c > 0) for c in change] == [n > 0 for n in LENGTHS[::-1]]
+    model(batch)[0].backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_a_model_may_do_without_taste_and_without_tokens(schema: FeatureSchema) -> None:
+    batch = make_batch(LENGTHS)
+    plain = make_model(schema, streams={}, stream={"num_tastes": 0})
+    assert plain.taste is None and not plain.body.tastes
+    flat = make_model(schema, streams={}, stream={"tokens": False})
+    for model in (plain, flat):
+        loss, logits = model(batch)
+        loss.backward()
+        assert logits.shape == (5, 2) and loss.isfinite()
+    with pytest.raises(ValueError, match="num_tastes"):
+        StreamConfig(num_tastes=-1)
+
+
+@pytest.mark.parametrize("option", ["taste_dropout", "event_dropout"])
+def test_taste_dropout_is_of_training_alone_and_reaches_no_events_at_one(schema: FeatureSchema, option: str) -> None:
+    model, batch = make_model(schema, streams={}, **{option: 1.0}), make_batch(LENGTHS)
+    matches = []
+    for taste in model.body.tastes.values():
+        taste.register_forward_hook(lambda _module, _args, out: matches.append(out))
+    model(batch)
+    assert not any(match.any() for match in matches)
+    matches.clear()
+    model.eval()(batch)
+    assert all(match[0].any() for match in matches)
 
 
 # Config ------------------------------------------------------------------------------------------------------------
