@@ -77,9 +77,10 @@ def ml_100k(model: str) -> Recipe:
     )
     if model == "gem":
         options = {"num_sum": 4, "head_hidden": (128, 64), "dropout": 0.3, "field_dropout": 0.1}
+        options |= {"taste_dim": 32, "taste_std": 0.3, "num_similarities": 0}
         # The transformer reads the latest events, taste a long past.
         options["streams"] = {"ratings": {"num_tastes": 0}, "past": {"tokens": False}}
-        return replace(recipe, epochs=2, evals_per_epoch=1, taste_weight_decay=0.4, model=options)
+        return replace(recipe, epochs=2, evals_per_epoch=1, taste_weight_decay=1.0, model=options)
     if model == "din":
         return replace(recipe, dense_lr=4e-3, weight_decay=0.6)
     return recipe
