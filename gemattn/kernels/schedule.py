@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     ) -> None:
         """Raise ValueError unless these shapes are what `make_schedule` gives for such a batch. No sync.
 
-        The values are not looked at: kernels stay inside their tensors whatever a schedule holds.
+        The values are not looked at: kernels stay inside their tensors whatever a schedule holds. `check_values` does.
         """
         out_rows = query_rows * sequences if shared_query else query_rows
         wanted = (
@@ -49,6 +49,8 @@ class Schedule(NamedTuple):
             ("kv_tiles", self.kv_tiles, torch.int32, (num_records(key_rows, sequences), 2)),
         )
         for name, tensor, dtype, shape in wanted:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"schedule.{name} is {type(tensor).__name__}; want a tensor")
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"schedule.{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; {sequences} sequences, "
@@ -57,6 +59,16 @@ class Schedule(NamedTuple):
                 )
             if tensor.device != device:
                 raise ValueError(f"schedule.{name} is on {tensor.device}; want the tensors' device {device}")
+
+    def check_values(self, wanted: "Schedule") -> None:
+        """Raise ValueError unless this holds what `wanted`, made of the batch at hand, holds. Syncs."""
+        for name, ours, theirs in zip(self._fields, self, wanted, strict=True):
+            if ours.dim() == 2:  # the order of records is a matter of speed
+                ours, theirs = (((x[:, 0].long() << 32) + x[:, 1]).sort().values for x in (ours, theirs))
+            if not torch.equal(ours, theirs):
+                raise ValueError(
+                    f"schedule.{name} is not that of these offsets: was the schedule made of another batch?"
+                )
 
 
 def num_records(rows: int, num_sequences: int) -> int:

@@ -2,15 +2,26 @@
 
 from gemattn.testing.inputs import JaggedInputs, make_inputs
 from gemattn.testing.oracle import attend, run_oracle
-from gemattn.testing.tolerance import assert_close, assert_matches_oracle, assert_zero_slack, run
+from gemattn.testing.poison import poisoned_memory
+from gemattn.testing.tolerance import (
+    Implementation,
+    assert_close,
+    assert_matches_oracle,
+    assert_zero_slack,
+    compare_with_oracle,
+    run,
+)
 
 __all__ = [
+    "Implementation",
     "JaggedInputs",
     "assert_close",
     "assert_matches_oracle",
     "assert_zero_slack",
     "attend",
+    "compare_with_oracle",
     "make_inputs",
+    "poisoned_memory",
     "run",
     "run_oracle",
 ]

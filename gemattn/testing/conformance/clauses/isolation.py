@@ -1,0 +1,76 @@
+"""Clause 2: a bad sequence hurts only itself, and shows."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from gemattn.testing.conformance.clause import clause, over
+from gemattn.testing.conformance.subject import DTYPES, MASKS, Subject, own_results, rows_of, verify
+
+_SHOWS = {
+    "query": ("out", "dq", "dk", "dv"),
+    "key": ("out", "dq", "dk", "dv"),
+    "value": ("out", "dq", "dk"),
+    "dout": ("dq", "dk", "dv"),
+    "dlse": ("dq", "dk"),
+}
+"""Where a bad value must show, by the tensor that holds it."""
+
+_BAD = {
+    "a NaN row": (torch.nan, slice(2, 3)),
+    "an Inf row": (torch.inf, slice(2, 3)),
+    "NaN all over": (torch.nan, slice(None)),
+}
+
+
+@clause(2, cases=over(dtype=DTYPES, mask=("full", "causal")))
+def isolation(subject: Subject, dtype: torch.dtype, mask: str) -> None:
+    """NaN or Inf in one sequence's query, key, value or incoming gradient reaches no other sequence and shows in its
+    own results.
+    """
+    inputs = subject.inputs([20, 9, 16], [17, 70, 9], dtype=dtype)
+    expected = subject.run(inputs, **MASKS[mask])
+    q, kv = rows_of(inputs, 1)
+    for name, (about, (bad, rows)) in itertools.product(_SHOWS, _BAD.items()):
+        side = kv if name in ("key", "value") else q
+        tensor = getattr(inputs, name).clone()
+        own_rows = (tensor.T if name == "dlse" else tensor)[side]
+        own_rows[rows] = bad
+        results = subject.run(replace(inputs, **{name: tensor}), **MASKS[mask])
+        for b in (0, 2):
+            others = own_results(inputs, expected, b)
+            subject.assert_all_same(own_results(inputs, results, b), others, f"{about} of {name}, sequence {b}")
+        own = own_results(inputs, results, 1)
+        for what in _SHOWS[name]:
+            verify(not own[what].isfinite().all(), f"{about} of {name} does not show in its sequence's {what}")
+            if bad != bad:
+                verify(own[what].isnan().any(), f"{about} of {name} shows in its sequence's {what}, but not as NaN")
+
+
+@clause(2, cases=over(dtype=DTYPES))
+def isolation_under_a_shared_query(subject: Subject, dtype: torch.dtype) -> None:
+    """NaN in one sequence's key or value shows in the shared query's gradient and in no other sequence's results."""
+    inputs = subject.inputs(None, [20, 65, 16], shared_rows=9, dtype=dtype)
+    expected = subject.run(inputs)
+    for name in ("key", "value"):
+        tensor = getattr(inputs, name).clone()
+        tensor[25] = torch.nan
+        results = subject.run(replace(inputs, **{name: tensor}))
+        for b in (0, 2):
+            others = own_results(inputs, expected, b)
+            subject.assert_all_same(own_results(inputs, results, b), others, f"NaN in {name}, sequence {b}")
+        verify(results["out"][9:18].isnan().all(), f"NaN in {name} does not show in its sequence's out")
+        verify(results["dq"].isnan().all(), f"NaN in {name} does not show in the shared query's gradient")
+
+
+@clause(2, cases=over(dtype=DTYPES))
+def scores_that_are_all_minus_infinity(subject: Subject, dtype: torch.dtype) -> None:
+    """A row whose visible scores are all -inf shows NaN: it is no row without keys."""
+    inputs = subject.inputs([5, 3], dtype=dtype)
+    inputs.query[:5] = 1e30
+    inputs.key[:5] = -1e30
+    results = subject.run(inputs)
+    for name in ("out", "dv"):
+        verify(results[name][:5].isnan().all(), f"{name} does not show that all scores are -inf")
+        verify(results[name][5:].isfinite().all(), f"{name} of the other sequence is not finite")
