@@ -96,9 +96,12 @@ def make_schedule(
     Offsets that leave [0, rows] or decrease are clamped and made monotone, so nothing outside the tensors is touched.
 
     Raises:
-        TypeError: offsets that are no int32 or int64 tensors, row counts that are no integers.
+        TypeError: offsets that are no strided int32 or int64 tensors, row counts that are no integers,
+            a ``shared_query`` that is no bool.
         ValueError: missing or superfluous arguments, wrong rank, different devices or different B.
     """
+    if not isinstance(shared_query, bool):
+        raise TypeError(f"shared_query is a {type(shared_query).__name__}; want a bool")
     if shared_query:
         if q_offsets is not None:
             raise ValueError("q_offsets must be None with shared_query=True: every sequence has the same query rows")
@@ -199,6 +202,8 @@ def _checked_rows(name: str, rows: int) -> int:
 def _check_offsets(name: str, offsets: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} is {type(offsets).__name__}; want a tensor of prefix sums")
+    if offsets.layout != torch.strided:
+        raise TypeError(f"{name} is of layout {offsets.layout}; want torch.strided")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {offsets.dtype}; want torch.int32 or torch.int64")
     if offsets.dim() != 1:

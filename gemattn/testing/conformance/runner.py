@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import unittest
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -199,12 +200,26 @@ def _place(key: tuple[str, str]) -> tuple[str, int, str]:
     return key[0], CLAUSES[key[0]].contract, key[1]
 
 
-def check(clause: str, impl: Implementation, *, case: str = "", device: str | None = None) -> Result:
-    """Run one case of a clause and raise AssertionError if it failed. For pytest: see `gemattn.testing.conformance`."""
+def check(
+    clause: str, impl: Implementation, *, case: str = "", device: str | None = None, whole: bool = False
+) -> Result:
+    """Run one case of a clause as a test.
+
+    Args:
+        clause, case: as `gemattn.testing.conformance.cases` lists them.
+        impl, device: as for `run`.
+        whole: the implementation supports everything, so "unsupported" is a failure.
+
+    Raises:
+        AssertionError: the case failed.
+        unittest.SkipTest: it is not owed, not supported, or cannot be shown here; pytest reports the reason.
+    """
     device = device or default_device()
     if device == "cpu":
         use_interpreter()
     result = run_case(Subject(impl, device), CLAUSES[clause], case)
-    if result.status == "failed":
+    if result.status == "failed" or (whole and result.status == "unsupported"):
         raise AssertionError(f"clause {result.contract}, {clause} ({case}): {result.error}: {result.message}")
+    if result.status != "passed":
+        raise unittest.SkipTest(f"{result.status}: {result.message}")
     return result

@@ -23,7 +23,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "own position": {"window": (0, 0)},
     "both sides": {"window": (20, 3)},
-    "left side": {"window": (66, None)},
+    "left side": {"window": (40, None)},
     "right side": {"window": (None, 5)},
     "causal, left side": {"causal": True, "window": (37, 9)},
 }
@@ -31,7 +31,7 @@ KINDS = ("self", "cross", "shared")
 
 # Tiles have 64 rows in the interpreter, 16 to 128 on a GPU, records 128: lengths before, at and after those.
 _LENGTHS = {
-    "cpu": ([0, 3, 66, 17], [70, 0, 9, 20]),
+    "cpu": ([0, 3, 65, 17], [70, 0, 9, 20]),
     "few": ([3, 0, 17], [20, 4, 9]),
     "cuda": (
         [0, 1, 15, 16, 17, 63, 65, 129, 0, 300, 257, 128, 64, 500],

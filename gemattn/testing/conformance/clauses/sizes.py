@@ -42,6 +42,12 @@ def masks(subject: Subject, dtype: torch.dtype, kind: str, mask: dict[str, objec
     subject.check(subject.batch(kind, heads=2, kv_heads=1, dtype=dtype), **mask)
 
 
+@clause(7, cases=over(kind=KINDS, mask=MASKS), gpus=1)
+def masks_of_wide_heads(subject: Subject, kind: str, mask: dict[str, object]) -> None:
+    """The same with three heads of size 128."""
+    subject.check(subject.batch(kind, heads=3, head_dim=128, dtype=torch.bfloat16, slack=70), **mask)
+
+
 @clause(7)
 def masks_compose(subject: Subject) -> None:
     """Causal is a right side of 0, and a side that reaches past every key is no side."""
