@@ -57,6 +57,18 @@ def _try(mutant: Mutant, folder: str, device: str, answer: Connection) -> None:
     answer.send(("survived", "; ".join(seen)))
 
 
+def _load_what_calls_load() -> None:
+    """Import Triton, and what PyTorch imports on the first call of an operator: once for all."""
+    import triton  # noqa: F401
+
+    @torch.library.custom_op("mutants::copy", mutates_args=())
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    copy.register_autograd(lambda context, grad: grad)
+    copy(torch.ones(1, requires_grad=True)).backward()
+
+
 def attempt(mutant: Mutant, device: str) -> Outcome:
     """Run a mutant's cases in a forked process."""
     if mutant.gpu and device != "cuda":
@@ -91,7 +103,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    import triton  # noqa: F401  (once, for all)
+    _load_what_calls_load()
 
     part, parts = map(int, options.part.split("/"))
     chosen = [m for m in MUTANTS if not options.only or options.only in m.name][part::parts]

@@ -99,7 +99,7 @@ _REFERENCE_MUTANTS = [
         "probabilities from a rounded lse",
         "        p = torch.softmax(scores, dim=-1)\n        stat",
         "        p = torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True))\n        stat",
-        ("scales", "float32, 300.0"),
+        ("equal_rows", "float32"),
     ),
     _reference(
         "shared query's gradient of the last group alone",
@@ -190,7 +190,7 @@ _TRITON_MUTANTS = [
         "NaN swallowed by a minimum",
         COMMON,
         "x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)",
-        "x = tl.minimum(x, 0.0)",
+        "x = tl.where(x < 0.0, x, 0.0)",
         ("isolation", "bfloat16, full"),
     ),
     _triton(
@@ -236,10 +236,10 @@ _TRITON_MUTANTS = [
         ("slack_rows", "float32, self, full"),
     ),
     _triton(
-        "shared query read as one of the batch's rows",
+        "every tile of a shared query reads its first rows",
         FORWARD,
         "q_row = first_row.to(tl.int64) if SHARED_QUERY else row",
-        "q_row = (row * 0 + part).to(tl.int64) if SHARED_QUERY else row",
+        "q_row = (first_row * 0).to(tl.int64) if SHARED_QUERY else row",
         ("masks", "float32, shared, full"),
     ),
     _triton(
@@ -324,7 +324,7 @@ _TRITON_MUTANTS = [
         LAUNCH,
         "return query.dtype == torch.float32 and not _tf32_allowed()",
         "return False",
-        ("scales", "float32, 300.0"),
+        ("equal_rows", "float32"),
     ),
     _triton(
         "strides taken for contiguous",

@@ -57,7 +57,7 @@ def fullgraph_compile(subject: Subject) -> None:
 
 @clause(11, cases=over(kind=KINDS))
 def export(subject: Subject, kind: str) -> None:
-    """torch.export with dynamic lengths."""
+    """torch.export with dynamic lengths and a dynamic number (2 or more: PyTorch specialises 0 and 1) of sequences."""
 
     class Layer(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, kv_offsets: Tensor) -> Any:
@@ -74,7 +74,8 @@ def export(subject: Subject, kind: str) -> None:
         assert inputs.q_offsets is not None
         return query, inputs.key, inputs.value, inputs.q_offsets, inputs.kv_offsets.clone()
 
-    tokens, keys, entries = (torch.export.Dim(name) for name in ("tokens", "keys", "entries"))
+    tokens, keys = torch.export.Dim("tokens"), torch.export.Dim("keys")
+    entries = torch.export.Dim("entries", min=3)
     query = {"self": {0: tokens}, "cross": {0: tokens}, "shared": {}}[kind]
     kv = {0: tokens if kind == "self" else keys}
     first, second = batch([3, 0, 5], [2, 4, 7]), batch([4, 1, 6, 2], [9, 0, 1, 2])

@@ -43,7 +43,7 @@ def scales(subject: Subject, dtype: torch.dtype, scale: float) -> None:
 @clause(10, cases=over(dtype=DTYPES))
 def equal_rows(subject: Subject, dtype: torch.dtype) -> None:
     """Rows whose scores are all equal, high or low, weigh their keys equally."""
-    for size in (0.0, 30.0, -30.0):
+    for size in (0.0, 30.0, -1000.0):
         inputs = subject.few("cross", dtype=dtype, slack=0)
         inputs.query.fill_(1.0)
         inputs.key.fill_(size)
@@ -87,11 +87,13 @@ def no_double_backward(subject: Subject) -> None:
     raise AssertionError("a second derivative raised nothing")
 
 
-@clause(12, cases=over(dtype=(torch.float16, torch.bfloat16, torch.float32), kind=("cross", "shared")), owed="kernels")
+@clause(12, cases=over(dtype=(torch.float16, torch.bfloat16), kind=("cross", "shared")), owed="kernels")
 def scores_are_scaled_in_float32(subject: Subject, dtype: torch.dtype, kind: str) -> None:
     """Scores are scaled after the product: large keys and a large scale overflow nothing."""
     inputs = subject.few(kind, dtype=dtype, slack=0)
-    large = replace(inputs, query=inputs.query * 1e-4, key=inputs.key * 100)
+    assert inputs.dout is not None and inputs.dlse is not None
+    small = {"query": inputs.query * 1e-4, "dout": inputs.dout * 0.01, "dlse": inputs.dlse * 0.01}
+    large = replace(inputs, key=inputs.key * 100, **small)
     results = subject.check(large, scale=2000.0)
     verify(all(x.isfinite().all() for name, x in results.items() if name in ("out", "dv")), "a result is not finite")
 

@@ -26,7 +26,8 @@ def isolation(subject: Subject, dtype: torch.dtype, mask: str) -> None:
     """NaN or Inf in one sequence's query, key, value or incoming gradient reaches no other sequence and shows in its
     own results.
     """
-    inputs = subject.inputs([20, 9, 16], [17, 70, 9], dtype=dtype)
+    lengths = ([70, 150, 33], [90, 250, 200]) if subject.on_gpu else ([20, 9, 16], [17, 70, 9])
+    inputs = subject.inputs(*lengths, dtype=dtype)
     expected = subject.run(inputs, **MASKS[mask])
     q, kv = rows_of(inputs, 1)
     for name, (about, (bad, row)) in itertools.product(_SHOWS, _BAD.items()):
