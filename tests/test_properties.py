@@ -81,7 +81,7 @@ def layouts(draw, x):
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@searched(100)
+@searched(50)
 @hypothesis.given(batches([torch.float64, *FLOATS]))
 def test_the_reference_matches_the_oracle(batch):
     inputs, options = batch
@@ -96,14 +96,14 @@ def triton():
     return Subject("triton", DEVICE)
 
 
-@searched(20)
+@searched(12)
 @hypothesis.given(batch=batches(FLOATS))
 def test_the_kernels_match_the_oracle(triton, batch):
     inputs, options = batch
     triton.check(inputs, **options)
 
 
-@searched(8)
+@searched(5)
 @hypothesis.given(batch=batches(FLOATS), data=st.data())
 def test_a_sequence_is_the_same_in_any_batch(triton, batch, data):
     inputs, options = batch

@@ -49,7 +49,7 @@ def run_case(subject: Subject, kind: str, dtype: torch.dtype, mask: str, values:
     for offsets in (bad, good):
         q_offsets = {"self": offsets, "cross": inputs.q_offsets, "shared": None}[kind]
         results.append(subject.run(replace(inputs, q_offsets=q_offsets, kv_offsets=offsets), **MASKS[mask]))
-    subject.assert_all_same(*results, about=f"{kind}, {dtype}, {mask}, offsets {values}")
+    subject.assert_all_same(results[0], results[1], f"{kind}, {dtype}, {mask}, offsets {values}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -104,4 +104,5 @@ def _wrong_schedules(inputs: JaggedInputs) -> Iterator[tuple[str, Any]]:
             ("of a rank more", x[None]),
             ("on another device", torch.empty(x.shape, dtype=x.dtype, device="meta")),
         ):
-            yield f"{name} {about}", good._replace(**{name: field})
+            changes: dict[str, Any] = {name: field}
+            yield f"{name} {about}", good._replace(**changes)

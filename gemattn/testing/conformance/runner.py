@@ -74,7 +74,7 @@ def cannot_run(subject: Subject) -> str | None:
         return None
     x = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=subject.device)
     offsets = torch.tensor([0, 1], device=subject.device)
-    return "; ".join(gemattn.unsupported_reasons(subject.impl, x, x, x, offsets)) or None  # type: ignore[arg-type]
+    return "; ".join(gemattn.unsupported_reasons(subject.impl, x, x, x, offsets)) or None
 
 
 def lacks_gpus(clause: Clause, subject: Subject) -> str | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gemattn.kernels.schedule import make_schedule
 from gemattn.testing.conformance.clause import NotRunHere, clause, over
 from gemattn.testing.conformance.subject import KINDS, Subject, verify
 from gemattn.testing.inputs import JaggedInputs
@@ -22,9 +23,14 @@ def opcheck(subject: Subject, kind: str) -> None:
         raise NotRunHere("a function has no operator name")
     lengths = {"self": ([3, 0, 5], None), "cross": ([3, 0, 5], [2, 4, 0]), "shared": (None, [2, 4, 0])}[kind]
     inputs = subject.inputs(*lengths, shared_rows=2 if kind == "shared" else None, dtype=torch.bfloat16)
-    kv_offsets = inputs.kv_offsets.clone()  # an operator's two arguments may not be one tensor in this check
-    args = (*_leaves(inputs), inputs.q_offsets, kv_offsets, [], -1, 0, 0.25, inputs.shared_query, False)
-    subject.function(*args[:3], inputs.q_offsets, kv_offsets, shared_query=inputs.shared_query)  # supported at all?
+    rows = {"query_rows": inputs.query.shape[0], "key_rows": inputs.key.shape[0]}
+    schedule = make_schedule(inputs.q_offsets, inputs.kv_offsets, shared_query=inputs.shared_query, **rows)
+    kv_offsets, *tiles = (x.clone() for x in (inputs.kv_offsets, *schedule))  # no two arguments are one tensor here
+    options = (-1, 0, 0.25, inputs.shared_query, False)
+    args = (*_leaves(inputs), inputs.q_offsets, kv_offsets, tiles, *options)
+    subject.function(
+        *_leaves(inputs), inputs.q_offsets, kv_offsets, shared_query=inputs.shared_query
+    )  # supported at all?
     operator = getattr(torch.ops.gemattn, f"jagged_attention_{subject.impl}").default
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator, args, test_utils=checks, atol=0.02, rtol=0.02)
@@ -42,11 +48,13 @@ def fullgraph_compile(subject: Subject) -> None:
         return subject.function(query * 2, key, value, offsets, causal=True).square()
 
     subject.run(subject.inputs([3, 0, 6], dtype=torch.bfloat16))  # supported at all?
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+    compiled: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
     for lengths in ([3, 0, 6], [7, 2, 4, 6], [2] * 11):  # no two sizes of the first batch are equal
         inputs = subject.inputs(lengths, heads=2, dtype=torch.bfloat16)
         ours, plain = _leaves(inputs), _leaves(inputs)
-        out, wanted = compiled(*ours, inputs.q_offsets), layer(*plain, inputs.q_offsets)
+        assert inputs.q_offsets is not None
+        wanted = layer(plain[0], plain[1], plain[2], inputs.q_offsets)
+        out = compiled(*ours, inputs.q_offsets)
         torch.testing.assert_close(out, wanted)
         out.backward(inputs.dout)
         wanted.backward(inputs.dout)

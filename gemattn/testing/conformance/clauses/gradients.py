@@ -1,6 +1,7 @@
 """Clauses 10 and 12: gradients and numerics."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from gemattn.testing.conformance.subject import DTYPES, KINDS, MASKS, Subject, v
 @clause(10, cases=over(dtype=DTYPES, kind=("cross", "shared"), gradient=("dout", "dlse")))
 def one_incoming_gradient(subject: Subject, dtype: torch.dtype, kind: str, gradient: str) -> None:
     """out and lse differentiate each on its own."""
-    other = {"dout": "dlse", "dlse": "dout"}[gradient]
-    subject.check(replace(subject.few(kind, dtype=dtype), **{other: None}), causal=kind == "cross")
+    other: dict[str, Any] = {"dlse": None} if gradient == "dout" else {"dout": None}
+    subject.check(replace(subject.few(kind, dtype=dtype), **other), causal=kind == "cross")
 
 
 @clause(10, cases=over(wanted=("query", "key", "value")))
@@ -60,7 +61,7 @@ def gradcheck(subject: Subject, kind: str, mask: str) -> None:
         inputs = subject.inputs(None, kv_lengths, shared_rows=2, **small)
     else:
         inputs = subject.inputs(q_lengths, kv_lengths if kind == "cross" else None, **small)
-    options = {"full": {}, "causal": {"causal": True}, "both sides": {"window": (2, 1)}}[mask]
+    options = {"window": (2, 1)} if mask == "both sides" else MASKS[mask]
     leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
