@@ -1,4 +1,10 @@
-"""What the package is tested with, shipped because users write kernels and layers too."""
+"""What the package is tested with, shipped because users write kernels and layers too.
+
+`gemattn.testing.conformance`, the contract as a suite, loads when first used.
+"""
+
+import importlib
+from typing import Any
 
 from gemattn.testing.inputs import JaggedInputs, make_inputs
 from gemattn.testing.oracle import attend, run_oracle
@@ -25,3 +31,9 @@ __all__ = [
     "run",
     "run_oracle",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "conformance":
+        return importlib.import_module("gemattn.testing.conformance")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
