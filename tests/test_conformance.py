@@ -148,3 +148,11 @@ def test_results_come_for_every_case_in_order():
     assert [(r.clause, r.case) for r in results] == [
         (clause.name, case) for clause in runner.chosen(names) for case in clause.cases
     ]
+
+
+def test_the_cases_for_a_memory_checker_run(capsys):
+    pytest.importorskip("triton")
+    from gemattn.testing import memcheck
+
+    assert memcheck.main(["--impl", "triton", "--every", "97"]) == 0
+    assert capsys.readouterr().out.startswith("3 cases of triton")

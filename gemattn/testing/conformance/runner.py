@@ -123,14 +123,16 @@ def _limited(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"still running after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop) if seconds else None
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        if seconds:
-            signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _run_named(impl: Implementation, device: str, clause: str, case: str, timeout: int) -> Result:
