@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 Window = tuple[int | None, int | None]
 
 
+class _Flags(NamedTuple):
+    """The options that are bools."""
+
+    shared_query: bool
+    causal: bool
+    return_lse: bool
+    deterministic: bool
+
+
 class _Call(NamedTuple):
     """Checked and normalised arguments."""
 
@@ -118,8 +127,8 @@ def jagged_attention(
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, what came and what is wanted. The values of
-            offsets are checked only with ``GEMATTN_CHECK=1`` in the environment, because that needs a sync; without it
-            they are clamped to [0, T] and made monotone on the device.
+            offsets and of a schedule are checked only with ``GEMATTN_CHECK=1`` in the environment, because that needs
+            a sync; without it offsets are clamped to [0, T] and made monotone on the device.
         UnsupportedError: the named `impl` (or, on CUDA, every kernel) cannot take the call.
 
     Not offered: dropout (recommender models of this scale train for one epoch and go without; it would also make a
@@ -134,9 +143,9 @@ def jagged_attention(
         >>> gemattn.jagged_attention(q, k, v, offsets, causal=True).shape
         torch.Size([8, 2, 16])
     """
-    call = _check(query, key, value, q_offsets, kv_offsets, shared_query, causal, window, scale, deterministic, impl)
+    flags = _Flags(shared_query, causal, return_lse, deterministic)
+    call = _check(query, key, value, q_offsets, kv_offsets, flags, window, scale, schedule, impl)
     impl_name = dispatch.require(impl, call.query, call.key, call.value, call.spec)
-    _check_schedule(schedule, call)
     tiles: list[Tensor] = []
     if impl_name != "reference":
         tiles = list(_schedule_of(call) if schedule is None else schedule)
@@ -161,7 +170,8 @@ def unsupported_reasons(
     schedule: Schedule | None = None,
 ) -> list[str]:
     """Why `impl` cannot take this call of `jagged_attention`; empty when it can. Raises what the call would raise."""
-    call = _check(query, key, value, q_offsets, kv_offsets, shared_query, causal, window, scale, deterministic, impl)
+    flags = _Flags(shared_query, causal, return_lse, deterministic)
+    call = _check(query, key, value, q_offsets, kv_offsets, flags, window, scale, schedule, impl)
     return dispatch.reasons(impl, call.query, call.key, call.value, call.spec)
 
 
@@ -182,7 +192,8 @@ def resolve(
     impl: Impl = "auto",
 ) -> str:
     """The implementation that this call of `jagged_attention` would run. Raises what the call would raise."""
-    call = _check(query, key, value, q_offsets, kv_offsets, shared_query, causal, window, scale, deterministic, impl)
+    flags = _Flags(shared_query, causal, return_lse, deterministic)
+    call = _check(query, key, value, q_offsets, kv_offsets, flags, window, scale, schedule, impl)
     return dispatch.require(impl, call.query, call.key, call.value, call.spec)
 
 
@@ -192,15 +203,14 @@ def _check(
     value: Tensor,
     q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
-    shared_query: bool,
-    causal: bool,
+    flags: _Flags,
     window: Window | None,
     scale: float | None,
-    deterministic: bool,
+    schedule: Schedule | None,
     impl: str,
 ) -> _Call:
     dispatch.check_impl(impl)
-    for name, flag in (("shared_query", shared_query), ("causal", causal), ("deterministic", deterministic)):
+    for name, flag in flags._asdict().items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is a {type(flag).__name__}, wanted a bool")
     _check_shapes(query, key, value)
@@ -210,17 +220,21 @@ def _check(
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name} is {tensor.dtype} and query {query.dtype}, wanted one dtype")
-    q_offsets, kv_offsets = _check_offsets(q_offsets, kv_offsets, shared_query, query, key)
-    left, right = fold_window(causal, _check_window(window))
-    spec = AttentionSpec(_check_scale(scale, query.shape[2]), left, right, shared_query, deterministic)
+    q_offsets, kv_offsets = _check_offsets(q_offsets, kv_offsets, flags.shared_query, query, key)
+    left, right = fold_window(flags.causal, _check_window(window))
+    spec = AttentionSpec(_check_scale(scale, query.shape[2]), left, right, flags.shared_query, flags.deterministic)
     query, key, value = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (query, key, value))
-    return _Call(query, key, value, q_offsets, kv_offsets, spec)
+    call = _Call(query, key, value, q_offsets, kv_offsets, spec)
+    _check_schedule(schedule, call)
+    return call
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, wanted a tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} is of layout {tensor.layout}, wanted torch.strided")
         if tensor.dim() != 3:
             wanted = "(T, H, D)" if name == "query" else "(T, G, D)"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}")
@@ -267,6 +281,8 @@ def _check_offsets(
             continue
         if not isinstance(offsets, Tensor):
             raise TypeError(f"{name} is a {type(offsets).__name__}, wanted a tensor")
+        if offsets.layout != torch.strided:
+            raise TypeError(f"{name} is of layout {offsets.layout}, wanted torch.strided")
         if offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is {offsets.dtype}, wanted int32 or int64")
         if offsets.dim() != 1 or offsets.shape[0] < 1:
@@ -324,7 +340,7 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def _check_schedule(schedule: Schedule | None, call: _Call) -> None:
-    """A schedule of other shapes would send the kernels outside the tensors: refuse it by shapes, without a sync."""
+    """Refuse a schedule of another batch: by its shapes, without a sync; by its values with GEMATTN_CHECK=1."""
     if schedule is None:
         return
     if not isinstance(schedule, Schedule):
@@ -336,6 +352,8 @@ def _check_schedule(schedule: Schedule | None, call: _Call) -> None:
         shared_query=call.spec.shared_query,
         device=call.query.device,
     )
+    if os.environ.get("GEMATTN_CHECK") == "1":
+        schedule.check_values(_schedule_of(call))
 
 
 def _schedule_of(call: _Call) -> Schedule:

@@ -105,9 +105,9 @@ def _rows(x: Tensor, n: int) -> Tensor:
     return x.view(b, g, rn // n, n, d).permute(0, 3, 1, 2, 4).reshape(b, n, g * (rn // n), d)
 
 
-def _take_stat(x: Tensor, index: Tensor, mask: Tensor, kv_heads: int, fill: float) -> Tensor:
-    """(H, rows) -> (b, g, r * n, 1), `fill` where masked."""
-    values = x[:, index].masked_fill(~mask, fill)  # (H, b, n)
+def _take_stat(x: Tensor, index: Tensor, mask: Tensor, kv_heads: int) -> Tensor:
+    """(H, rows) -> (b, g, r * n, 1), 0 where masked."""
+    values = x[:, index].masked_fill(~mask, 0)  # (H, b, n)
     heads, b, n = values.shape
     return values.view(kv_heads, heads // kv_heads, b, n).permute(2, 0, 1, 3).reshape(b, kv_heads, -1, 1)
 
@@ -136,12 +136,12 @@ def forward(
         k = _take(key, group.kv_index, group.kv_mask, kv_heads)
         v = _take(value, group.kv_index, group.kv_mask, kv_heads)
         scores = (q @ k.mT * spec.scale).masked_fill(~_tile_mask(group.visible, heads // kv_heads), -math.inf)
+        # Not exp(scores - lse): the rounding of a large lse would scale the whole row. Rows that see no key are NaN
+        # here and not stored; a row that sees keys, all of them with scores of -inf, shows NaN.
+        p = torch.softmax(scores, dim=-1)
         stat = torch.logsumexp(scores, dim=-1, keepdim=True)
-        # A row that sees no key has no visible score: exp(-inf - 0) = 0. One whose scores are all -inf shows NaN.
-        unseen = ~group.seen[:, None].expand(-1, heads // kv_heads, -1).flatten(1, 2)[:, None, :, None]
-        p = torch.exp((scores - stat.masked_fill(unseen, 0)).clamp(max=0))
-        n = group.q_mask.shape[1]
-        flat = group.q_mask.flatten().nonzero().squeeze(1)
+        n = group.seen.shape[1]
+        flat = group.seen.flatten().nonzero().squeeze(1)
         target = group.out_index.flatten()[flat]
         out[target] = _rows(p @ v, n).flatten(0, 1)[flat].to(out.dtype)
         lse[:, target] = _rows(stat, n).squeeze(-1).flatten(0, 1)[flat].T
@@ -169,7 +169,6 @@ def _recompute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lse: Tensor,
     scale: float,
 ) -> _Tiles:
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -177,14 +176,13 @@ def _recompute(
     k = _take(key, group.kv_index, group.kv_mask, kv_heads)
     v = _take(value, group.kv_index, group.kv_mask, kv_heads)
     do = _take(dout, group.out_index, group.seen, kv_heads)  # gradients of rows that see no key are ignored, NaN too
-    stat = _take_stat(lse, group.out_index, group.seen, kv_heads, 0.0)
     visible = _tile_mask(group.visible, heads // kv_heads)
     scores = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
-    p = torch.exp((scores - stat).clamp(max=0))
+    p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0)
     dp = (do @ v.mT).masked_fill(~visible, 0)
     dp_centred = dp - (p * dp).sum(-1, keepdim=True)
     if dlse is not None:
-        dp_centred = dp_centred + _take_stat(dlse, group.out_index, group.seen, kv_heads, 0.0)
+        dp_centred = dp_centred + _take_stat(dlse, group.out_index, group.seen, kv_heads)
     return _Tiles(q, k, v, do, p, dp, dp_centred, p * dp_centred, visible)
 
 
@@ -196,7 +194,8 @@ class _Sums:
         self.sums = tuple(x.new_zeros(x.shape, dtype=_compute_dtype(x.dtype)) for x in self.like)
 
     def add(self, group: _Group, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        where = ((group.q_index, group.q_mask), (group.kv_index, group.kv_mask), (group.kv_index, group.kv_mask))
+        # Rows that see no key are left out: their share would be 0 times a key, which may be NaN.
+        where = ((group.q_index, group.seen), (group.kv_index, group.kv_mask), (group.kv_index, group.kv_mask))
         for total, grad, (index, mask) in zip(self.sums, (dq, dk, dv), where, strict=True):
             flat = mask.flatten().nonzero().squeeze(1)
             total.index_add_(0, index.flatten()[flat], _rows(grad, mask.shape[1]).flatten(0, 1)[flat])
@@ -222,7 +221,7 @@ def backward(
     """(dq, dk, dv) in the input dtype: ds = p * (dp - rowsum(p * dp) + dlse), as in the FlashAttention paper."""
     sums = _Sums(query, key, value)
     for group in _groups(q_offsets, kv_offsets, query.shape[0], key.shape[0], query.shape[1], spec):
-        t = _recompute(group, dout, dlse, query, key, value, lse, spec.scale)
+        t = _recompute(group, dout, dlse, query, key, value, spec.scale)
         sums.add(group, t.ds @ t.k * spec.scale, t.ds.mT @ t.q * spec.scale, t.p.mT @ t.do)
     return sums.result()
 
@@ -257,7 +256,7 @@ def double_backward(
     g_dout = dout.new_zeros(dout.shape, dtype=_compute_dtype(dout.dtype))
     g_dlse = lse.new_zeros(lse.shape)
     for group in _groups(q_offsets, kv_offsets, query.shape[0], key.shape[0], query.shape[1], spec):
-        t = _recompute(group, dout, dlse, query, key, value, lse, spec.scale)
+        t = _recompute(group, dout, dlse, query, key, value, spec.scale)
         gq = _take(ddq, group.q_index, group.q_mask, kv_heads)
         gk = _take(ddk, group.kv_index, group.kv_mask, kv_heads)
         gv = _take(ddv, group.kv_index, group.kv_mask, kv_heads)

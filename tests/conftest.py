@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported; processes that tests start inherit it. Workers run side by side, one core each.
@@ -54,20 +55,9 @@ def seed() -> int:
 
 
 @pytest.fixture
-def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def poison_empty() -> Iterator[None]:
     """Fills fresh floating-point tensors with NaN, so that a row that nobody wrote shows."""
+    from gemattn.testing import poisoned_memory
 
-    def poisoned(allocate):
-        def call(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if tensor.is_floating_point():
-                with torch.no_grad():
-                    tensor.fill_(float("nan"))
-            return tensor
-
-        return call
-
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+    with poisoned_memory():
+        yield

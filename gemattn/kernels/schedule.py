@@ -47,7 +47,7 @@ class Schedule(NamedTuple):
     ) -> None:
         """Raise ValueError unless these shapes are what `make_schedule` gives for such a batch. No sync.
 
-        The values are not looked at: kernels stay inside their tensors whatever a schedule holds.
+        The values are not looked at: kernels stay inside their tensors whatever a schedule holds. `check_values` does.
         """
         out_rows = query_rows * sequences if shared_query else query_rows
         wanted = (
@@ -59,6 +59,8 @@ class Schedule(NamedTuple):
             ("kv_longer", self.kv_longer, torch.int32, (len(LENGTH_CLASSES),)),
         )
         for name, tensor, dtype, shape in wanted:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"schedule.{name} is {type(tensor).__name__}; want a tensor")
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"schedule.{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; {sequences} sequences, "
@@ -67,6 +69,16 @@ class Schedule(NamedTuple):
                 )
             if tensor.device != device:
                 raise ValueError(f"schedule.{name} is on {tensor.device}; want the tensors' device {device}")
+
+    def check_values(self, wanted: "Schedule") -> None:
+        """Raise ValueError unless this holds what `wanted`, made of the batch at hand, holds. Syncs."""
+        for name, ours, theirs in zip(self._fields, self, wanted, strict=True):
+            if ours.dim() == 2:  # the order of records is a matter of speed
+                ours, theirs = (((x[:, 0].long() << 32) + x[:, 1]).sort().values for x in (ours, theirs))
+            if not torch.equal(ours, theirs):
+                raise ValueError(
+                    f"schedule.{name} is not that of these offsets: was the schedule made of another batch?"
+                )
 
 
 def num_records(rows: int, num_sequences: int) -> int:
@@ -94,9 +106,12 @@ def make_schedule(
     Offsets that leave [0, rows] or decrease are clamped and made monotone, so nothing outside the tensors is touched.
 
     Raises:
-        TypeError: offsets that are no int32 or int64 tensors, row counts that are no integers.
+        TypeError: offsets that are no strided int32 or int64 tensors, row counts that are no integers,
+            a ``shared_query`` that is no bool.
         ValueError: missing or superfluous arguments, wrong rank, different devices or different B.
     """
+    if not isinstance(shared_query, bool):
+        raise TypeError(f"shared_query is a {type(shared_query).__name__}; want a bool")
     if shared_query:
         if q_offsets is not None:
             raise ValueError("q_offsets must be None with shared_query=True: every sequence has the same query rows")
@@ -199,6 +214,8 @@ def _checked_rows(name: str, rows: int) -> int:
 def _check_offsets(name: str, offsets: Tensor) -> None:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} is {type(offsets).__name__}; want a tensor of prefix sums")
+    if offsets.layout != torch.strided:
+        raise TypeError(f"{name} is of layout {offsets.layout}; want torch.strided")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {offsets.dtype}; want torch.int32 or torch.int64")
     if offsets.dim() != 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from gemattn.attention import jagged_attention
 from gemattn.spec import Impl
 from gemattn.testing.inputs import JaggedInputs
 from gemattn.testing.oracle import run_oracle
+
+Implementation = Impl | Callable[..., Any]
+"""A name that `gemattn.jagged_attention` knows, or a function of its signature (less `impl`)."""
 
 
 def assert_close(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
@@ -46,23 +51,17 @@ def assert_close(name: str, actual: Tensor, oracle: Tensor, plain: Tensor, dtype
             )
 
 
-def run(inputs: JaggedInputs, impl: Impl = "auto", **options: Any) -> dict[str, Tensor]:
-    """out, lse and, where the inputs hold incoming gradients, dq, dk, dv of `gemattn.jagged_attention`."""
-    leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in (inputs.query, inputs.key, inputs.value)]
-    for leaf in leaves:
-        leaf.requires_grad_()
+def run(inputs: JaggedInputs, impl: Implementation = "auto", **options: Any) -> dict[str, Tensor]:
+    """out, lse and, where the inputs hold incoming gradients, dq, dk, dv of `gemattn.jagged_attention`.
+
+    The tensors go in as they are, strides and all.
+    """
+    function = impl if callable(impl) else functools.partial(jagged_attention, impl=impl)
+    query, key, value = leaves = [x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
     kv_offsets = None if inputs.kv_offsets is inputs.q_offsets else inputs.kv_offsets
-    query, key, value = leaves
-    out, lse = jagged_attention(
-        query,
-        key,
-        value,
-        inputs.q_offsets,
-        kv_offsets,
-        shared_query=inputs.shared_query,
-        return_lse=True,
-        impl=impl,
-        **options,
+    shared_query = inputs.shared_query
+    out, lse = function(
+        query, key, value, inputs.q_offsets, kv_offsets, shared_query=shared_query, return_lse=True, **options
     )
     results = {"out": out.detach(), "lse": lse.detach()}
     incoming = [(x, g) for x, g in ((out, inputs.dout), (lse, inputs.dlse)) if g is not None]
@@ -72,17 +71,26 @@ def run(inputs: JaggedInputs, impl: Impl = "auto", **options: Any) -> dict[str, 
     return results
 
 
-def assert_matches_oracle(inputs: JaggedInputs, impl: Impl = "auto", **options: Any) -> dict[str, Tensor]:
+def assert_matches_oracle(inputs: JaggedInputs, impl: Implementation = "auto", **options: Any) -> dict[str, Tensor]:
     """Run `gemattn.jagged_attention` forward and backward and compare everything with the float64 oracle.
 
     Slack rows must be exactly 0. Returns what `run` returned.
     """
     results = run(inputs, impl, **options)
+    compare_with_oracle(results, inputs, **options)
+    return results
+
+
+def compare_with_oracle(results: dict[str, Tensor], inputs: JaggedInputs, **options: Any) -> None:
+    """What `assert_matches_oracle` asserts, of `results` that `run` made of `inputs` with `options`."""
     oracle_options = {k: v for k, v in options.items() if k in ("causal", "window", "scale")}
     dtype = inputs.query.dtype
     oracle = run_oracle(inputs, torch.float64, **oracle_options)
     plain = run_oracle(inputs, dtype, **oracle_options)
     for name, actual in results.items():
+        wanted = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
+        if actual.dtype != wanted:
+            raise AssertionError(f"{name} is {actual.dtype}, wanted {wanted}")
         assert_close(name, actual, oracle[name], plain[name], dtype)
     for name in ("out", "dq"):
         if name in results and inputs.q_offsets is not None:
@@ -90,7 +98,6 @@ def assert_matches_oracle(inputs: JaggedInputs, impl: Impl = "auto", **options: 
     for name in ("dk", "dv"):
         if name in results:
             assert_zero_slack(name, results[name], inputs.kv_offsets)
-    return results
 
 
 def assert_zero_slack(name: str, x: Tensor, offsets: Tensor) -> None:

@@ -160,4 +160,4 @@ def backward(
         else:
             fused_backward(*tensors, self_attention=self_attention, last_class=FUSED_CLASS)
             split_backward(*tensors, self_attention=self_attention, first_class=FUSED_CLASS)
-    return tuple(gradients)
+    return gradients
