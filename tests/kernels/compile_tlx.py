@@ -60,37 +60,36 @@ MASKS = {"none": (False, False), "causal": (False, True), "both": (True, True)}
 
 def constants(kernel: str, head_dim: int) -> dict[str, Any]:
     """Constants of a kernel's launches; "forward" and "short" are the forward kernel's two classes of sequences."""
-    split, fused = launch_split.SPLIT[head_dim], launch_fused.FUSED[head_dim]
+    fused = launch_fused.FUSED[head_dim]
     if kernel in ("forward", "short"):
         tile = launch.FORWARD[head_dim][kernel == "short"]
         options = {name.upper(): value for name, value in tile._asdict().items() if name != "num_stages"}
         return options | ({"BEGIN": 0, "END": -1} if kernel == "short" else {"BEGIN": -1, "END": 0})
     fused_options = {name.upper(): value for name, value in fused._asdict().items()} | {"END": -1, "KEYS_ABOVE": -1}
     return {
-        "query": {
-            "BLOCK_N": split.block_n,
-            "STAGES_KV": split.stages_kv,
-            "REGISTERS": split.registers,
-            "HAS_DLSE": True,
-            "BEGIN": -1,
-            "END": -1,
-        },
+        "query": query_options(launch_split.QUERY[head_dim][0]),
+        "query_short": query_options(launch_split.QUERY[head_dim][1]),
         "key": {
-            "STAGES_Q": split.stages_q,
-            "REGISTERS": split.registers,
+            **{name.upper(): value for name, value in launch_split.KEY[head_dim]._asdict().items()},
+            "REGISTERS": launch_split.REGISTERS,
             "BEGIN": -1,
             "END": -1,
             "KEYS_UP_TO": 256,
         },
         "tile": {
             "STAGES": launch_split.ONE_TILE_STAGES[head_dim],
-            "REGISTERS": split.registers,
+            "REGISTERS": launch_split.REGISTERS,
             "HAS_DLSE": True,
             "BEGIN": launch_split.ONE_TILE_CLASS,
         },
         "fused": fused_options | {"SHARED_QUERY": False, "WAIT_FOR_SUMS": False},
         "fused_shared": fused_options | {"SHARED_QUERY": True, "WAIT_FOR_SUMS": fused.wait_for_sums},
     }[kernel]
+
+
+def query_options(tile: launch_split.QueryTile) -> dict[str, Any]:
+    options = {name.upper(): value for name, value in tile._asdict().items()}
+    return options | {"REGISTERS": launch_split.REGISTERS, "HAS_DLSE": True, "BEGIN": -1, "END": -1}
 
 
 def options_of(kernel: str, head_dim: int) -> dict[str, Any]:
@@ -106,6 +105,7 @@ KERNELS = {
     "forward": launch.forward_kernel,
     "short": launch.forward_kernel,
     "query": launch_split.query_gradient_kernel,
+    "query_short": launch_split.query_gradient_kernel,
     "key": launch_split.key_gradient_kernel,
     "tile": launch_split.one_tile_gradient_kernel,
     "fused": launch_fused.fused_gradient_kernel,

@@ -34,8 +34,8 @@ def compile_kernels(*arguments):
 @pytest.mark.parametrize(
     ("head_dim", "mask", "kernels"),
     [
-        (128, "none", ["forward", "short", "query", "key"]),
-        (64, "both", ["forward", "short", "query", "key"]),
+        (128, "none", ["forward", "short", "query", "query_short", "key"]),
+        (64, "both", ["forward", "short", "query", "query_short", "key"]),
         (128, "causal", ["tile"]),
         (128, "none", ["fused_shared"]),
         (128, "both", ["fused"]),

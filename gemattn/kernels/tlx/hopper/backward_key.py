@@ -27,7 +27,8 @@ def _produce(
     table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride,
     k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
     delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, KEYS_UP_TO: tl.constexpr,
+    STAGES_KV: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    KEYS_UP_TO: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
@@ -56,16 +57,15 @@ def _produce(
                 delta_desc = read_descriptor(table, 8 * num_sequences + 1, [HALF], tl.float32)
                 q_start = tl.load(q_offsets_ptr + segment)
                 first_seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
+                stage, kv_phase = ring(tile_count, STAGES_KV)
                 for half in tl.static_range(2):
-                    tlx.barrier_wait(kv_free[half], (tile_count & 1) ^ 1)
-                    tlx.barrier_expect_bytes(k_full[half], BYTES)
-                    tlx.async_descriptor_load(
-                        k_desc, k_bufs[half], [first_key + half * HALF, head * k_head_stride], k_full[half]
-                    )
-                    tlx.barrier_expect_bytes(v_full[half], BYTES)
-                    tlx.async_descriptor_load(
-                        v_desc, v_bufs[half], [first_key + half * HALF, head * v_head_stride], v_full[half]
-                    )
+                    slot = 2 * stage + half
+                    first = first_key + half * HALF
+                    tlx.barrier_wait(kv_free[slot], kv_phase ^ 1)
+                    tlx.barrier_expect_bytes(k_full[slot], BYTES)
+                    tlx.async_descriptor_load(k_desc, k_bufs[slot], [first, head * k_head_stride], k_full[slot])
+                    tlx.barrier_expect_bytes(v_full[slot], BYTES)
+                    tlx.async_descriptor_load(v_desc, v_bufs[slot], [first, head * v_head_stride], v_full[slot])
                 tile_count += 1
                 for block in tl.range(begin, end):
                     buf, phase = ring(q_count, STAGES_Q)
@@ -130,8 +130,8 @@ def _consume(
     table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, first_tile, last_tile, heads, num_sequences,
     window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, dk_bufs,
     dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    KEYS_UP_TO: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, KEYS_UP_TO: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     tile_count = 0
@@ -155,36 +155,40 @@ def _consume(
             dk = tl.zeros([HALF, HEAD_DIM], tl.float32)
             dv = tl.zeros([HALF, HEAD_DIM], tl.float32)
             shift = n_kv - n_q
-            tlx.barrier_wait(k_full[half], tile_count & 1)
-            tlx.barrier_wait(v_full[half], tile_count & 1)
+            stage, kv_phase = ring(tile_count, STAGES_KV)
+            slot = 2 * stage + half
+            tlx.barrier_wait(k_full[slot], kv_phase)
+            tlx.barrier_wait(v_full[slot], kv_phase)
+            # dk and dv of the tile before have left through the buffers of its keys and values.
+            tlx.async_descriptor_store_wait(0)
+            before = 2 * ((tile_count + STAGES_KV - 1) % STAGES_KV) + half
+            tlx.barrier_arrive(kv_free[before], 1, pred=tile_count > 0)
             tile_count += 1
             if HAS_RIGHT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, begin, free_begin, keys, shift, window_left, window_right, score_scale,
-                    k_bufs[half], v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
+                    k_bufs[slot], v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
                     DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             dk, dv, q_count = _gradient_blocks(
                 dk, dv, q_count, free_begin, free_end, keys, shift, window_left, window_right, score_scale,
-                k_bufs[half], v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
+                k_bufs[slot], v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
                 DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, False,
             )  # fmt: skip
             if HAS_LEFT:
                 dk, dv, q_count = _gradient_blocks(
-                    dk, dv, q_count, free_end, end, keys, shift, window_left, window_right, score_scale, k_bufs[half],
-                    v_bufs[half], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free, DTYPE,
+                    dk, dv, q_count, free_end, end, keys, shift, window_left, window_right, score_scale, k_bufs[slot],
+                    v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free, DTYPE,
                     STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
-            tlx.barrier_arrive(kv_free[half], 1)
-            # The stores of the tile before must have left their buffers.
-            tlx.async_descriptor_store_wait(0)
-            tlx.local_store(dv_bufs[half], dv.to(DTYPE))
-            tlx.local_store(dk_bufs[half], (dk * scale).to(DTYPE))
+            # Through the buffers of this consumer's own keys and values, which no one else reads.
+            tlx.local_store(dv_bufs[slot], dv.to(DTYPE))
+            tlx.local_store(dk_bufs[slot], (dk * scale).to(DTYPE))
             tlx.fence("async_shared")
             dk_desc = read_descriptor(table, 6 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             dv_desc = read_descriptor(table, 7 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(dv_desc, dv_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
-            tlx.async_descriptor_store(dk_desc, dk_bufs[half], [first_key + half * HALF, head * HEAD_DIM])
+            tlx.async_descriptor_store(dv_desc, dv_bufs[slot], [first_key + half * HALF, head * HEAD_DIM])
+            tlx.async_descriptor_store(dk_desc, dk_bufs[slot], [first_key + half * HALF, head * HEAD_DIM])
         elif mine:
             first = kv_start + first_key + half * HALF
             clear_rows(dk_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
@@ -202,8 +206,8 @@ def _consume(
 def key_gradient_kernel(
     table, tiles_ptr, longer_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
     q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale, score_scale,
-    HEAD_DIM: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr, KEYS_UP_TO: tl.constexpr, REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
+    tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, KEYS_UP_TO: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (key rows, H, D) of the tiles of length classes BEGIN to END, see `tile_range`.
 
@@ -211,17 +215,18 @@ def key_gradient_kernel(
     """
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dk_ptr.dtype.element_ty
-    k_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
-    v_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
-    dk_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
-    dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
+    k_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_KV)
+    v_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_KV)
+    # Names of their own: a buffer of operands that is ever stored to gets a fence before every product that reads it.
+    dk_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_KV, reuse=k_bufs)
+    dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_KV, reuse=v_bufs)
     q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, STAGES_Q)
     do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, STAGES_Q)
     lse_bufs = tlx.local_alloc((HALF,), tl.float32, STAGES_Q)
     delta_bufs = tlx.local_alloc((HALF,), tl.float32, STAGES_Q)
-    k_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    v_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    kv_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    k_full = tlx.alloc_barriers(num_barriers=2 * STAGES_KV, arrive_count=1)
+    v_full = tlx.alloc_barriers(num_barriers=2 * STAGES_KV, arrive_count=1)
+    kv_free = tlx.alloc_barriers(num_barriers=2 * STAGES_KV, arrive_count=1)
     q_full = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=1)
     q_free = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=2)
     do_full = tlx.alloc_barriers(num_barriers=STAGES_Q, arrive_count=1)
@@ -233,12 +238,12 @@ def key_gradient_kernel(
                 table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, first_tile, last_tile, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, k_bufs, v_bufs,
                 q_bufs, do_bufs, lse_bufs, delta_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free, DTYPE,
-                HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
+                HEAD_DIM, STAGES_KV, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
                 table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, first_tile, last_tile, heads,
                 num_sequences, window_left, window_right, scale, score_scale, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, dk_bufs, dv_bufs, k_full, v_full, kv_free, q_full, q_free, do_full, do_free,
-                tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
+                tlx.async_task_replica_id(), DTYPE, HEAD_DIM, STAGES_KV, STAGES_Q, HAS_LEFT, HAS_RIGHT, KEYS_UP_TO,
             )  # fmt: skip

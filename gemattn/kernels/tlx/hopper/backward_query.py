@@ -23,17 +23,20 @@ from gemattn.kernels.tlx.hopper.common import (
 
 
 @triton.jit
-def load_pair(desc, bufs, full, free, count, row, column, BYTES: tl.constexpr, HALF: tl.constexpr):
+def _load_pair(
+    desc, bufs, full, free, count, row, column, BYTES: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr
+):
     """Both consumers' halves of a tile of rows into their buffers, once they are free."""
-    phase = count & 1
+    buf, phase = ring(count, STAGES)
     for half in tl.static_range(2):
-        tlx.barrier_wait(free[half], phase ^ 1)
-        tlx.barrier_expect_bytes(full[half], BYTES)
-        tlx.async_descriptor_load(desc, bufs[half], [row + half * HALF, column], full[half])
+        slot = 2 * buf + half
+        tlx.barrier_wait(free[slot], phase ^ 1)
+        tlx.barrier_expect_bytes(full[slot], BYTES)
+        tlx.async_descriptor_load(desc, bufs[slot], [row + half * HALF, column], full[slot])
 
 
 @triton.jit
-def stream_keys(
+def _stream_keys(
     k_desc, v_desc, k_column, v_column, begin, end, kv_count, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr,
 ):  # fmt: skip
@@ -85,18 +88,18 @@ def _gradient_blocks(
 
 
 @triton.jit
-def one_sequence(
-    dq, kv_count, do_count, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptrs, dlse_ptrs, stat_ptr, delta_ptr,
-    stat_offset, window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, do_full, do_free,
-    o_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HALF: tl.constexpr,
+def _one_tile(
+    dq, kv_count, do_phase, o_phase, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptrs, dlse_ptrs, stat_ptr,
+    delta_ptr, stat_offset, window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, do_full,
+    do_free, o_full, o_free, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HALF:
+    tl.constexpr,
 ):  # fmt: skip
-    """Add a sequence's share to dq; leave lse (base 2) and delta of its rows, +inf for a row that takes no part."""
+    """dq of a tile; leaves lse (base 2) and delta of its rows, +inf for a row that takes no part."""
     sees_key = (rows >= first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)) & (rows < n_q)
     lse = tl.load(lse_ptrs, mask=sees_key, other=float("inf")) * LOG2E
-    tlx.barrier_wait(do_full, do_count & 1)
-    tlx.barrier_wait(o_full, do_count & 1)
+    tlx.barrier_wait(do_full, do_phase)
+    tlx.barrier_wait(o_full, o_phase)
     delta = tl.sum(tlx.local_load(do_buf).to(tl.float32) * tlx.local_load(o_buf).to(tl.float32), 1)
     delta = tl.where(sees_key, delta, 0.0)
     if HAS_DLSE:
@@ -109,6 +112,7 @@ def one_sequence(
     # Read back in the layout that the products want: a conversion in every step would cost barriers.
     tlx.local_store(lse_buf, lse)
     tlx.local_store(delta_buf, delta)
+    tlx.barrier_arrive(o_free, 1)
     shift = n_kv - n_q
     if HAS_RIGHT:
         dq, kv_count = _gradient_blocks(
@@ -136,11 +140,11 @@ def one_sequence(
 
 @triton.jit
 def _produce(
-    table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride,
-    k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs,
-    q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
+    table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride, k_head_stride,
+    v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs, q_full, q_free,
+    do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
+    tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
@@ -168,14 +172,20 @@ def _produce(
                 do_desc = read_descriptor(table, 4 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
                 # Query-side descriptors begin at the first row that sees a key: rows before it arrive as zeros.
                 row = first_row - first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-                load_pair(do_desc, do_bufs, do_full, do_free, q_count, row, head * do_head_stride, BYTES, HALF)
-                load_pair(o_desc, o_bufs, o_full, o_free, q_count, row, head * HEAD_DIM, BYTES, HALF)
-                load_pair(q_desc, q_bufs, q_full, q_free, q_count, row, head * q_head_stride, BYTES, HALF)
-                q_count += 1
-                kv_count = stream_keys(
-                    k_desc, v_desc, head * k_head_stride, head * v_head_stride, begin, end, kv_count, k_bufs, v_bufs,
+                _load_pair(
+                    do_desc, do_bufs, do_full, do_free, q_count, row, head * do_head_stride, BYTES, HALF, STAGES_Q
+                )
+                _load_pair(q_desc, q_bufs, q_full, q_free, q_count, row, head * q_head_stride, BYTES, HALF, STAGES_Q)
+                kv_count = _stream_keys(
+                    k_desc, v_desc, head * k_head_stride, head * v_head_stride, end - 1, end, kv_count, k_bufs, v_bufs,
                     k_full, k_free, v_full, v_free, BLOCK_N, HEAD_DIM, STAGES_KV,
                 )  # fmt: skip
+                _load_pair(o_desc, o_bufs, o_full, o_free, q_count, row, head * HEAD_DIM, BYTES, HALF, 1)
+                kv_count = _stream_keys(
+                    k_desc, v_desc, head * k_head_stride, head * v_head_stride, begin, end - 1, kv_count, k_bufs,
+                    v_bufs, k_full, k_free, v_full, v_free, BLOCK_N, HEAD_DIM, STAGES_KV,
+                )  # fmt: skip
+                q_count += 1
         segment = next_segment
         head = next_head
         first_row = next_first_row
@@ -186,10 +196,10 @@ def _produce(
 @triton.jit
 def _consume(
     table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile, heads,
-    num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, lse_bufs,
-    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free,
-    half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, dq_bufs, do_bufs, o_bufs, lse_bufs,
+    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, half:
+    tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV:
+    tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     q_count = 0
@@ -212,24 +222,32 @@ def _consume(
         dq = tl.zeros([HALF, HEAD_DIM], tl.float32)
         if end > begin:
             row_stat = head.to(tl.int64) * out_rows + q_start + rows
+            buf, phase = ring(q_count, STAGES_Q)
+            slot = 2 * buf + half
             # The query buffer is read by products only; it is full before the first score is asked for.
-            tlx.barrier_wait(q_full[half], q_count & 1)
-            dq, kv_count, sees_key = one_sequence(
-                dq, kv_count, q_count, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptr + row_stat,
+            tlx.barrier_wait(q_full[slot], phase)
+            if STAGES_Q > 1:
+                # dq of the tile before has left through that tile's query buffer.
+                tlx.async_descriptor_store_wait(0)
+                before = 2 * ((q_count + STAGES_Q - 1) % STAGES_Q) + half
+                tlx.barrier_arrive(q_free[before], 1, pred=q_count > 0)
+            dq, kv_count, sees_key = _one_tile(
+                dq, kv_count, phase, q_count & 1, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptr + row_stat,
                 dlse_ptr + row_stat, stat_ptr, delta_ptr, stat_offset, window_left, window_right, score_scale,
-                q_bufs[half], do_bufs[half], o_bufs[half], lse_bufs[half], delta_bufs[half], do_full[half],
-                do_free[half], o_full[half], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV,
-                HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
+                q_bufs[slot], do_bufs[slot], o_bufs[half], lse_bufs[half], delta_bufs[half], do_full[slot],
+                do_free[slot], o_full[half], o_free[half], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE,
+                BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
             )  # fmt: skip
-            tlx.barrier_arrive(q_free[half], 1)
             q_count += 1
             dq = tl.where(sees_key[:, None], dq * scale, 0.0)
-            tlx.local_store(o_bufs[half], dq.to(DTYPE))
+            # Through the buffer of this consumer's own query rows, which no one else reads.
+            tlx.local_store(dq_bufs[slot], dq.to(DTYPE))
             tlx.fence("async_shared")
             dq_desc = read_descriptor(table, 5 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(dq_desc, o_bufs[half], [first_row + half * HALF, head * HEAD_DIM])
-            tlx.async_descriptor_store_wait(0)
-            tlx.barrier_arrive(o_free[half], 1)
+            tlx.async_descriptor_store(dq_desc, dq_bufs[slot], [first_row + half * HALF, head * HEAD_DIM])
+            if STAGES_Q == 1:
+                tlx.async_descriptor_store_wait(0)
+                tlx.barrier_arrive(q_free[slot], 1)
         else:
             if segment < num_sequences:
                 has_rows = rows - tl.arange(0, HALF) < n_q
@@ -252,8 +270,9 @@ def _consume(
 def query_gradient_kernel(
     table, tiles_ptr, longer_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, num_tiles, heads,
     num_sequences, out_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right,
-    scale, score_scale, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, REGISTERS: tl.constexpr,
+    scale, score_scale, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq (out_rows, H, D) and the statistics (blocks, H, 64) of lse (base 2) and delta. Persistent: any grid.
 
@@ -261,17 +280,19 @@ def query_gradient_kernel(
     """
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dq_ptr.dtype.element_ty
-    q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
-    do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
+    q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q)
+    # A name of its own: a buffer of operands that is ever stored to gets a fence before every product that reads it.
+    dq_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q, reuse=q_bufs)
+    do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q)
     o_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
     lse_bufs = tlx.local_alloc((HALF,), tl.float32, 2)
     delta_bufs = tlx.local_alloc((HALF,), tl.float32, 2)
     k_bufs = tlx.local_alloc((BLOCK_N, HEAD_DIM), DTYPE, STAGES_KV)
     v_bufs = tlx.local_alloc((BLOCK_N, HEAD_DIM), DTYPE, STAGES_KV)
-    q_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    q_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    do_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    do_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    q_full = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
+    q_free = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
+    do_full = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
+    do_free = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     o_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
     o_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
     k_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
@@ -285,13 +306,13 @@ def query_gradient_kernel(
                 table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs,
                 o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full,
-                v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT,
+                v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
-                table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile,
-                last_tile, heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs,
-                do_bufs, o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free,
-                k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV,
+                table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile,
+                heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, dq_bufs, do_bufs,
+                o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full,
+                k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV,
                 HAS_DLSE, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip

@@ -108,14 +108,16 @@ def describe_split_kernel(
     kv_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    LONGER: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SHORT_BLOCK_N: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
     """Descriptors of backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes the others.
 
     Tensors: query, key, value, out, dout, dq, dk, dv. Those of query, out and dout begin at the first row that sees a
-    key: what comes in for the rows before arrives as zeros. Keys and values are described in blocks of BLOCK_N rows for
-    the query kernel and, in slots 8 B + 2 on, of BLOCK_M rows for the key kernel.
+    key: what comes in for the rows before arrives as zeros. Keys and values are described for the query kernel, in
+    blocks as in forward, and, in slots 8 B + 2 on, in blocks of BLOCK_M rows for the key kernel.
     """
     sequence = tl.program_id(0)
     if sequence == num_sequences:
@@ -141,10 +143,15 @@ def describe_split_kernel(
         slot = sequence
         _describe(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
-        slot += num_sequences
-        _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
-        slot += num_sequences
+        v_slot = slot + num_sequences
+        if n_kv > LONGER:
+            _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+            _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        else:
+            rows_n: tl.constexpr = SHORT_BLOCK_N
+            _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, rows_n)
+            _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, rows_n)
+        slot = v_slot + num_sequences
         _describe(table, slot, out_ptr, q_start + seeing, rows, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
         _describe(

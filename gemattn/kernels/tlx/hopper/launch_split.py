@@ -15,16 +15,28 @@ from gemattn.kernels.tlx.hopper.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gra
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 
-class SplitTile(NamedTuple):
-    """Launch options of the split backward kernels; 2 x 64 query rows and 2 x 64 keys always."""
+class QueryTile(NamedTuple):
+    """Launch options of the query kernel; 2 x 64 query rows always."""
 
     block_n: int
+    stages_q: int
+    stages_kv: int
+
+
+class KeyTile(NamedTuple):
+    """Launch options of the key kernel; 2 x 64 keys and blocks of 64 query rows always."""
+
     stages_kv: int
     stages_q: int
-    registers: int = 240
 
 
-SPLIT = {64: SplitTile(128, 3, 4), 128: SplitTile(128, 2, 3)}
+QUERY = {
+    64: (QueryTile(128, 2, 3), QueryTile(64, 2, 4)),
+    128: (QueryTile(128, 1, 2), QueryTile(64, 2, 2)),
+}
+"""By head size: for sequences of more keys than LENGTH_CLASSES[0], and for the others."""
+KEY = {64: KeyTile(2, 4), 128: KeyTile(2, 3)}
+REGISTERS = 240
 ONE_TILE_STAGES = {64: 2, 128: 1}
 ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 """In self-attention, sequences of this class on take the kernel that keeps a whole sequence in one tile."""
@@ -46,7 +58,9 @@ def split_backward(
     self_attention: bool,
     first_class: int = -1,
 ) -> None:
-    """Write the rows of `gradients` of sequences from `first_class` on (-1: all) and of slack. Deterministic, G = H.
+    """Write the rows of `gradients` of sequences from `first_class` (-1 or 0) on, -1 all, and of slack. G = H only.
+
+    Deterministic.
 
     Tensors are such that TMA can describe them. In self-attention both sides have the same lengths.
     """
@@ -54,7 +68,7 @@ def split_backward(
     heads, head_dim = query.shape[1:]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
-    tile = SPLIT[head_dim]
+    tiles = QUERY[head_dim]
     statistics = (rows // 64 + sequences + 1) * heads * 64
     row_lse = torch.empty(statistics, dtype=torch.float32, device=query.device)
     row_delta = torch.empty_like(row_lse)
@@ -69,7 +83,7 @@ def split_backward(
         "HEAD_DIM": head_dim,
         "HAS_LEFT": has_left,
         "HAS_RIGHT": has_right,
-        "REGISTERS": tile.registers,
+        "REGISTERS": REGISTERS,
         "num_warps": 4,
         "num_stages": 1,
     }
@@ -101,34 +115,40 @@ def split_backward(
         heads,
         HEAD_DIM=head_dim,
         BLOCK_M=64,
-        BLOCK_N=tile.block_n,
+        LONGER=LENGTH_CLASSES[0],
+        BLOCK_N=tiles[0].block_n,
+        SHORT_BLOCK_N=tiles[1].block_n,
         HAS_RIGHT=has_right,
         num_warps=1,
     )
-    query_gradient_kernel[(min(q_tiles, processors),)](
-        table,
-        lists.q_tiles,
-        lists.q_longer,
-        lists.q_offsets,
-        lse,
-        row_gradients,
-        row_lse,
-        row_delta,
-        dq,
-        q_tiles,
-        heads,
-        sequences,
-        rows,
-        *strides,
-        *window,
-        *scales,
-        BLOCK_N=tile.block_n,
-        STAGES_KV=tile.stages_kv,
-        BEGIN=first_class,
-        END=last_class,
-        HAS_DLSE=dlse is not None,
-        **options,
-    )
+    for tile, (begin, end) in zip(tiles, ((-1, 0), (0, last_class)), strict=True):
+        if begin < first_class:
+            continue
+        query_gradient_kernel[(min(q_tiles, processors),)](
+            table,
+            lists.q_tiles,
+            lists.q_longer,
+            lists.q_offsets,
+            lse,
+            row_gradients,
+            row_lse,
+            row_delta,
+            dq,
+            q_tiles,
+            heads,
+            sequences,
+            rows,
+            *strides,
+            *window,
+            *scales,
+            BLOCK_N=tile.block_n,
+            STAGES_Q=tile.stages_q,
+            STAGES_KV=tile.stages_kv,
+            BEGIN=begin,
+            END=end,
+            HAS_DLSE=dlse is not None,
+            **options,
+        )
     # The list of the keys is in the order of their queries' lengths: only in self-attention is a class a stretch of it.
     key_gradient_kernel[(min(kv_tiles, processors),)](
         table,
@@ -144,7 +164,8 @@ def split_backward(
         *strides,
         *window,
         *scales,
-        STAGES_Q=tile.stages_q,
+        STAGES_KV=KEY[head_dim].stages_kv,
+        STAGES_Q=KEY[head_dim].stages_q,
         BEGIN=first_class if self_attention else -1,
         END=last_class,
         KEYS_UP_TO=_NO_LIMIT if first_class < 0 else LENGTH_CLASSES[first_class],
