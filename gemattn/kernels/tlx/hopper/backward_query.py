@@ -264,6 +264,7 @@ def _consume(
         n_q = next_n_q
         n_kv = next_n_kv
         q_start = next_q_start
+    tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_left", "window_right"])
