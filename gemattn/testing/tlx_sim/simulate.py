@@ -1,0 +1,101 @@
+"""`simulate`: kernels launched inside run on the simulated chip."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.language.extra import tlx
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+from gemattn import dispatch
+from gemattn.kernels.interpreter import install
+from gemattn.testing.tlx_sim.descriptors import DescriptorTable
+from gemattn.testing.tlx_sim.language import Language
+from gemattn.testing.tlx_sim.launch import Launch
+from gemattn.testing.tlx_sim.report import Report
+from gemattn.testing.tlx_sim.rewrite import Mutation
+from gemattn.testing.tlx_sim.schedule import Policy
+
+CAPABILITIES = {90: (9, 0), 100: (10, 0)}
+
+
+@dataclass
+class Run:
+    """What `simulate` gives: the report of all launches so far."""
+
+    arch: int
+    report: Report
+    policy: Policy
+    language: Language
+    descriptors: DescriptorTable = field(default_factory=DescriptorTable)
+
+
+@contextlib.contextmanager
+def simulate(
+    arch: int = 90,
+    seed: int = 0,
+    policy: str = "adversarial",
+    processors: int = 4,
+    mutation: Mutation | None = None,
+) -> Iterator[Run]:
+    """Run every kernel that is launched inside on CPU tensors, on a simulated chip, and report what is wrong with it.
+
+    Args:
+        arch: 90 (Hopper) or 100 (Blackwell).
+        seed: of the schedule; the same seed gives the same interleaving.
+        policy: "random", "late" (engines as late as can be), "early", "starve" (some tasks run last), "priority"
+            (tasks in an order that changes at random), or "adversarial": one of these, by the seed.
+        processors: how many the chip has, for kernels that fit their grid to it.
+        mutation: changes kernel sources before they run; see `gemattn.testing.tlx_sim.mutate`.
+
+    Raises:
+        SimulationError: from the launch, when it deadlocks or a kernel fails. All else is only reported.
+    """
+    if arch not in CAPABILITIES:
+        raise ValueError(f"arch is {arch!r}, wanted 90 or 100")
+    install()
+    language = Language(mutation)
+    run = Run(arch, Report(arch, seed, policy), Policy(policy, seed), language)
+    kept = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    scope = interpreter._LangPatchScope()
+    try:
+        _patch(scope, run, processors)
+        yield run
+    finally:
+        scope.restore()
+        interpreter.interpreter_builder, interpreter.interpreter_semantic = kept
+
+
+def _patch(scope: Any, run: Run, processors: int) -> None:
+    for language in (tl, tl.core):
+        for owner in (language, language.tensor, language.math):
+            interpreter._patch_builtin(owner, None, scope)
+        interpreter._patch_lang_tensor(language.tensor, scope)
+        interpreter._patch_lang_core(language, scope)
+        scope.set_attr(language, "map_elementwise", run.language.map_elementwise)
+    interpreter._patch_builtin(tl.core.tensor_descriptor_base, None, scope)
+    for owner in (tlx.buffered_tensor, tlx.mbarrier, tlx.clc_response, tlx.tensor_descriptor_ptr):
+        get = owner.__getitem__
+        scope.set_attr(owner, "__getitem__", lambda self, place, get=get: run.language.call(get, self, place))
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        if not warmup:
+            Launch(run, self.fn, options).run(grid, args)
+
+    for kind in (JITFunction, interpreter.InterpretedFunction):
+        scope.set_attr(kind, "run", launch)
+    capability = CAPABILITIES[run.arch]
+    properties = SimpleNamespace(
+        multi_processor_count=processors, major=capability[0], minor=capability[1], name=f"simulated sm_{run.arch}"
+    )
+    scope.set_attr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    scope.set_attr(dispatch, "simulated", capability)
+
+
