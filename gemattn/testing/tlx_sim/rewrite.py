@@ -7,15 +7,17 @@ functions rewritten in the same way. The body of each `async_task` becomes a fun
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 _CALL, _VALUE, _TASKS, _REGISTER = "_sim_call", "_sim_value", "_sim_tasks", "_sim_register"
 
-Mutation = Callable[[ast.AST, str], ast.AST]
-"""Takes a function's tree and its file; changes the tree."""
+Mutation = Callable[[ast.Module, str], None]
+"""Takes a function's tree and its file, and changes the tree."""
 
 
 class Hooks:
@@ -48,37 +50,40 @@ class Rewriter:
         return self._done[function]
 
     def _rewrite(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        lines, first = inspect.getsourcelines(function)
-        file = inspect.getsourcefile(function) or "?"
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        ast.increment_lineno(tree, first - 1)
-        if self.mutation is not None:
-            tree = self.mutation(tree, file)
-        definition = tree.body[0]
-        assert isinstance(definition, ast.FunctionDef)
-        definition.decorator_list = []
-        _Transformer().visit(definition)
-        code = function.__code__
-        outer = dict(zip(code.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-        outer |= {
-            _CALL: self.hooks.call,
-            _VALUE: self.hooks.value,
-            _TASKS: self.hooks.run_tasks,
-        }
-        maker = ast.FunctionDef(
-            name="_sim_make",
-            args=ast.arguments(
-                posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[]
-            ),
-            body=[definition, ast.Return(ast.Name(definition.name, ast.Load()))],
-            decorator_list=[],
-        )
-        module = ast.Module([maker], [])
-        ast.fix_missing_locations(module)
-        space: dict[str, Any] = {}
-        exec(compile(module, file, "exec"), function.__globals__, space)
+        code, file = _compiled(function) if self.mutation is None else _compile(function, self.mutation)
         self.files.add(file)
-        return space["_sim_make"](**outer)
+        space: dict[str, Any] = {}
+        exec(code, function.__globals__, space)
+        cells = (c.cell_contents for c in function.__closure__ or ())
+        return space["_sim_make"](self.hooks.call, self.hooks.value, self.hooks.run_tasks, *cells)
+
+
+def _compile(function: Callable[..., Any], mutation: Mutation | None) -> tuple[CodeType, str]:
+    """Code of a module that defines `_sim_make`, which makes the function, and the file that it names."""
+    lines, first = inspect.getsourcelines(function)
+    file = inspect.getsourcefile(function) or "?"
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    ast.increment_lineno(tree, first - 1)
+    if mutation is not None:
+        mutation(tree, file)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    _Transformer().visit(definition)
+    outer = [_CALL, _VALUE, _TASKS, *function.__code__.co_freevars]
+    maker = ast.FunctionDef(
+        name="_sim_make",
+        args=ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[]),
+        body=[definition, ast.Return(_name(definition.name))],
+        decorator_list=[],
+    )
+    module = ast.fix_missing_locations(ast.Module([maker], []))
+    return compile(module, file, "exec"), file
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> tuple[CodeType, str]:
+    return _compile(function, None)
 
 
 def _name(identifier: str) -> ast.Name:
