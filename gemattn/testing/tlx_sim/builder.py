@@ -70,6 +70,11 @@ class MemoryBuilder(interpreter.InterpreterBuilder):
             return lambda *args, **kwargs: None
         raise AttributeError(f"the TLX simulator does not model {name}")
 
+    # Numbers.
+
+    def get_int32(self, value):
+        return Handle(np.array([value & 0xFFFFFFFF], np.uint32).view(np.int32), tl.int32)
+
     # The launch.
 
     def create_get_program_id(self, axis):

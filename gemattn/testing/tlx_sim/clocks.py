@@ -50,7 +50,7 @@ class Actor:
     is_async: bool = False
     needs_fence: bool = True
     """Whether the compiler leaves it to the kernel to fence ordinary stores before this operation reads them."""
-    rendezvous: int = 0
+    rendezvous: int = -1
     """How many times all warps of the task have met; -1 where warps need not meet."""
 
 
@@ -117,9 +117,9 @@ class Shadow:
         actor = access.actor
         for accesses, covered in self._touching(region):
             for old in accesses:
-                if not (old.write or access.write):
-                    continue
                 before = old.actor
+                if before is actor or not (old.write or access.write):
+                    continue
                 if actor.clock.get(before.lane, 0) < before.time:
                     found("race", old, access)
                 elif old.write and not before.is_async and actor.is_async and not access.write:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemattn.testing.tlx_sim.builder import Options
 from gemattn.testing.tlx_sim.builder_async import Builder
-from gemattn.testing.tlx_sim.machine import Machine, Program
+from gemattn.testing.tlx_sim.machine import Machine, Program, short
 from gemattn.testing.tlx_sim.report import SimulationError
 from gemattn.testing.tlx_sim.schedule import Deadlock, Scheduler, Task
 
@@ -105,7 +105,7 @@ class Launch:
         frames = error.__traceback__
         while frames is not None:
             if frames.tb_frame.f_code.co_filename in self.machine.files:
-                place = f"{frames.tb_frame.f_code.co_filename}:{frames.tb_lineno}"
+                place = f"{short(frames.tb_frame.f_code.co_filename)}:{frames.tb_lineno}"
             frames = frames.tb_next
         return place
 

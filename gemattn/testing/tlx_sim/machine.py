@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections import deque
@@ -47,6 +48,13 @@ class Engine:
     """How many the task knows to be complete."""
 
 
+@functools.cache
+def short(file: str) -> str:
+    """A file as reports name it: from the package on where it is installed, else from the current folder."""
+    _, installed, inside = file.rpartition("site-packages/")
+    return inside if installed else os.path.relpath(file)
+
+
 class Machine:
     """State of one launch, and what all operations share."""
 
@@ -89,7 +97,7 @@ class Machine:
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename in self.files:
-                return Place(os.path.relpath(frame.f_code.co_filename), frame.f_lineno)
+                return Place(short(frame.f_code.co_filename), frame.f_lineno)
             frame = frame.f_back  # type: ignore[assignment]
         return Place("?", 0)
 
