@@ -97,7 +97,9 @@ class Machine:
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename in self.files:
-                return Place(short(frame.f_code.co_filename), frame.f_lineno)
+                place = Place(short(frame.f_code.co_filename), frame.f_lineno)
+                self.report.reached.add(place)
+                return place
             frame = frame.f_back  # type: ignore[assignment]
         return Place("?", 0)
 

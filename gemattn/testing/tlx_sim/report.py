@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gemattn.testing.tlx_sim.clocks import Place
+
 KINDS = (
     "race",
     "race between warps",
@@ -43,6 +45,8 @@ class Report:
     policy: str
     findings: list[Finding] = field(default_factory=list)
     statistics: Counter[str] = field(default_factory=Counter)
+    reached: set[Place] = field(default_factory=set)
+    """Lines with TLX operations that were run."""
     _told: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, kind: str, message: str, key: tuple[object, ...] | None = None) -> None:
