@@ -202,7 +202,7 @@ class Builder(MemoryBuilder):
 
     create_prefetch = create_prefetch_tensormap = create_async_TMA_prefetch
 
-    def _bulk_store(self, what, source, write):
+    def _bulk_store(self, what, source, write, fenced=False):
         """`write(numbers)` follows the read of shared memory, and is not waited for."""
         machine = self.machine
         machine.step()
@@ -212,8 +212,7 @@ class Builder(MemoryBuilder):
             numbers = view.read()
             machine.scheduler.enqueue(machine.writebacks, Operation("global write", lambda: write(numbers)))
 
-        # On sm_90 the compiler leaves the fence before a store to the kernel; on sm_100 it adds one.
-        machine.issue(what, machine.engine("bulk store"), [view], [], run, fenced=machine.arch >= 100)
+        machine.issue(what, machine.engine("bulk store"), [view], [], run, fenced)
 
     def create_async_TMA_store(self, descriptor, offsets, source, eviction):
         self._bulk_store(
@@ -222,6 +221,7 @@ class Builder(MemoryBuilder):
             lambda numbers: self.create_descriptor_store(
                 descriptor, Handle(numbers, descriptor.base.dtype.element_ty), offsets
             ),
+            fenced=not self.machine.explicit_fences,
         )
 
     def create_descriptor_store(self, descriptor, value, offsets, *options):
@@ -240,7 +240,7 @@ class Builder(MemoryBuilder):
                 numbers = _REDUCTIONS[kind](old, numbers)
             self.create_descriptor_store(descriptor, Handle(numbers, element), offsets)
 
-        self._bulk_store("async_descriptor_store", source, write)
+        self._bulk_store("async_descriptor_store", source, write, fenced=not self.machine.explicit_fences)
 
     def create_async_store(self, source, pointer, size):
         count = int(scalar(size))

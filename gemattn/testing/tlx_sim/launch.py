@@ -33,9 +33,8 @@ class Launch:
         self.function = function
         self.options = options
         self.cluster = tuple(options.get("ctas_per_cga") or options.get("cluster_dims") or (1, 1, 1))
-        self.machine = Machine(
-            run.arch, Scheduler(run.policy, run.report.statistics), run.report, run.language.rewriter.files
-        )
+        scheduler = Scheduler(run.policy, run.report.statistics)
+        self.machine = Machine(run.arch, scheduler, run.report, run.language.rewriter.files, run.explicit_fences)
         self.machine.kernel = function.__name__
         self.machine.warps = options.get("num_warps", 4)
         self.machine.descriptors = run.descriptors

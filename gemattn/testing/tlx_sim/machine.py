@@ -58,9 +58,10 @@ def short(file: str) -> str:
 class Machine:
     """State of one launch, and what all operations share."""
 
-    def __init__(self, arch: int, scheduler: Scheduler, report: Report, files: set[str]):
-        """`files` are those with kernel source, for line numbers."""
+    def __init__(self, arch: int, scheduler: Scheduler, report: Report, files: set[str], explicit_fences: bool):
+        """`files` are those with kernel source, for line numbers; `explicit_fences` as in `simulate`."""
         self.arch = arch
+        self.explicit_fences = explicit_fences
         self.scheduler = scheduler
         self.report = report
         self.files = files

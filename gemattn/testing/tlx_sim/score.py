@@ -33,7 +33,7 @@ def once(name: str, seed: int, policy: str = "adversarial", mutant: Mutant | Non
     """Simulate a scenario."""
     scenario = SCENARIOS[name]
     begin = time.process_time()
-    with simulate(scenario.arch, seed, policy, PROCESSORS, mutant) as run:
+    with simulate(scenario.arch, seed, policy, PROCESSORS, scenario.explicit_fences, mutant) as run:
         try:
             wrong = scenario.wrong(scenario.run())
         except SimulationError:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from triton.language.extra import tlx
+from triton.language.extra.tlx import barrier as tlx_barrier
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -34,6 +35,7 @@ class Run:
     report: Report
     policy: Policy
     language: Language
+    explicit_fences: bool
     descriptors: DescriptorTable = field(default_factory=DescriptorTable)
 
 
@@ -43,6 +45,7 @@ def simulate(
     seed: int = 0,
     policy: str = "adversarial",
     processors: int = 4,
+    explicit_fences: bool = True,
     mutation: Mutation | None = None,
 ) -> Iterator[Run]:
     """Run every kernel that is launched inside on CPU tensors, on a simulated chip, and report what is wrong with it.
@@ -53,6 +56,9 @@ def simulate(
         policy: "random", "late" (engines as late as can be), "early", "starve" (some tasks run last), "priority"
             (tasks in an order that changes at random), or "adversarial": one of these, by the seed.
         processors: how many the chip has, for kernels that fit their grid to it.
+        explicit_fences: whether a kernel must itself fence ordinary stores before `async_descriptor_store` reads them.
+            fbtriton 3.7.4 adds that fence where it is missing; False takes it as added. Before matrix products it is
+            always taken as added, before other copies never.
         mutation: changes kernel sources before they run; see `gemattn.testing.tlx_sim.mutate`.
 
     Raises:
@@ -62,7 +68,7 @@ def simulate(
         raise ValueError(f"arch is {arch!r}, wanted 90 or 100")
     install()
     language = Language(mutation)
-    run = Run(arch, Report(arch, seed, policy), Policy(policy, seed), language)
+    run = Run(arch, Report(arch, seed, policy), Policy(policy, seed), language, explicit_fences)
     kept = interpreter.interpreter_builder, interpreter.interpreter_semantic
     scope = interpreter._LangPatchScope()
     try:
@@ -97,5 +103,6 @@ def _patch(scope: Any, run: Run, processors: int) -> None:
     )
     scope.set_attr(torch.cuda, "get_device_properties", lambda device=None: properties)
     scope.set_attr(dispatch, "simulated", capability)
+    scope.set_attr(tlx_barrier, "is_hip", lambda: False)  # it would ask a driver
 
 
