@@ -1,5 +1,7 @@
 """What each fault of a small kernel is reported as, and that the right kernels are reported as right."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def describe(x, rows):
 
 def line_of(text):
     """The number of the first line of planted.py that holds `text`."""
-    lines = open(planted.__file__).read().splitlines()
+    lines = Path(planted.__file__).read_text().splitlines()
     return next(i for i, line in enumerate(lines, 1) if text in line)
 
 
@@ -48,7 +50,7 @@ def test_a_race_is_found_under_every_schedule(fault, seed):
 
 
 def test_a_race_names_lines_tasks_and_buffers():
-    report, _, _ = copy("no free wait", policy="early")
+    report, _, _ = copy("no full wait")
     text = "\n".join(map(str, report.races))
     assert "tests/tlx_sim/planted.py" in text
     assert f"planted.py:{line_of('x = tlx.local_load(bufs[buf])')}" in text

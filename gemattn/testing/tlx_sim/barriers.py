@@ -18,8 +18,6 @@ class Barrier:
 
     name: str
     count: int
-    per_thread: bool
-    """A warp barrier: every thread arrives for itself."""
     lane: int
     """Of the copies that signal it."""
     copies: int = 0
@@ -40,9 +38,8 @@ class Barrier:
     def arrive(self, count: int, clock: Clock, seen_by_async: Clock, expected: int = 0) -> None:
         """`count` arrivals, which may announce bytes."""
         if count > self.pending:
-            raise BarrierFault(
-                f"{count} arrivals at {self.name}, which waits for {self.pending} of {self.count} in phase {self.phases}"
-            )
+            waits = f"waits for {self.pending} of {self.count} in phase {self.phases}"
+            raise BarrierFault(f"{count} arrivals at {self.name}, which {waits}")
         self.bytes += expected
         self.pending -= count
         self._learn(clock, seen_by_async)

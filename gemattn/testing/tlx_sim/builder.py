@@ -1,16 +1,15 @@
 """The builder calls of TLX that Triton's interpreter lacks: memory, views, barriers, tasks of a cluster."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from gemattn.testing.tlx_sim.barriers import Barrier, NamedBarrier
+from gemattn.testing.tlx_sim.barriers import Barrier
 from gemattn.testing.tlx_sim.inline_asm import run_inline_asm
-from gemattn.testing.tlx_sim.machine import Machine, Program
-from gemattn.testing.tlx_sim.memory import Alias, Buffers, Group, View
+from gemattn.testing.tlx_sim.machine import Machine
+from gemattn.testing.tlx_sim.memory import Alias, Buffers, Group
 
 Handle = interpreter.TensorHandle
 
@@ -22,14 +21,6 @@ class Options(interpreter.InterpreterOptions):
     num_warps: int = 4
     warp_size: int = 32
     sanitize_overflow: bool = False
-
-
-class Remote:
-    """A barrier of another program of the cluster."""
-
-    def __init__(self, program, barrier):
-        """`barrier` belongs to `program`."""
-        self.program, self.barrier = program, barrier
 
 
 class InlineResult:
@@ -132,15 +123,6 @@ class MemoryBuilder(interpreter.InterpreterBuilder):
         alias.settle(tree)
         self.machine.check_capacity()
 
-    def create_alloc_barriers(self, count, arrivals, layout, per_thread=False):
-        machine = self.machine
-        machine.step()
-        barriers = [Barrier("?", int(scalar(arrivals)), False, machine.new_lane()) for _ in range(int(scalar(count)))]
-        machine.program.allocations.append(barriers)
-        machine.program.memory.barrier_bytes += 8 * len(barriers)
-        machine.check_capacity()
-        return barriers
-
     def name(self, handle, name):
         """Tell an allocation the name of the variable that holds it."""
         if isinstance(handle, Buffers) and handle.name == "?":
@@ -223,121 +205,22 @@ class MemoryBuilder(interpreter.InterpreterBuilder):
     def create_remote_store(self, handle, value, rank):
         self._store(self.peer(whole(handle), int(scalar(rank))), value, "remote_shmem_store", False)
 
-    def peer(self, view: View, rank: int) -> View:
+    def peer(self, view, rank):
         """The same place in another program of the cluster."""
         mine, other = self.machine.program, self._other(rank)
-        place = next(
-            i for i, x in enumerate(mine.allocations) if isinstance(x, Buffers) and x.storage is view.storage
-        )
-        buffers = other.allocations[place]
-        buffers.view(0)
+        pairs = zip(other.allocations, mine.allocations, strict=False)
+        theirs = next((t for t, x in pairs if isinstance(x, Buffers) and x.storage is view.storage), None)
+        if theirs is None:
+            raise RuntimeError(f"{view.label} is used before program {rank} of the cluster has made it")
+        theirs.view(0)
         label = f"{view.label} of {other.name}"
-        return dataclasses.replace(view, storage=buffers.storage, label=label)
+        return dataclasses.replace(view, storage=theirs.storage, label=label)
 
-    def _other(self, rank) -> Program:
+    def _other(self, rank):
         cluster = self.machine.program.cluster
         if not 0 <= rank < len(cluster):
             raise IndexError(f"program {rank} of a cluster of {len(cluster)}")
         return cluster[rank]
-
-    def remote_barrier(self, barrier: Barrier, rank: int) -> Barrier:
-        """The barrier in the same place of another program."""
-        mine, other = self.machine.program, self._other(rank)
-        for theirs, ours in zip(other.allocations, mine.allocations, strict=False):
-            if isinstance(ours, list):
-                for place, candidate in enumerate(ours):
-                    if candidate is barrier:
-                        return theirs[place]
-        raise RuntimeError(f"{barrier.name} is used before program {rank} of the cluster has made it")
-
-    # Barriers.
-
-    def create_barrier_expect(self, barrier, size, pred):
-        machine = self.machine
-        machine.step()
-        if scalar(pred):
-            barrier.arrive(1, *machine.release(), expected=int(scalar(size)))
-
-    def create_barrier_wait(self, barrier, phase, pred):
-        machine = self.machine
-        machine.step()
-        if not scalar(pred):
-            return
-        parity = int(scalar(phase))
-        machine.scheduler.wait(lambda: barrier.ended(parity), lambda: barrier.describe(parity))
-        machine.acquire(barrier.reached, barrier.reached_async)
-
-    def create_barrier_arrive(self, barrier, count, pred):
-        self._arrive(barrier, int(scalar(count)), pred)
-        self.machine.task.rendezvous += 1  # the leader arrives once all warps have met
-
-    def create_warp_barrier_arrive(self, barrier, count, pred):
-        self._arrive(barrier, int(scalar(count)) * 32 * self.machine.task.warps, pred)
-
-    def _arrive(self, barrier, count, pred):
-        machine = self.machine
-        machine.step()
-        if pred is None or scalar(pred):
-            barrier.arrive(count, *machine.release())
-
-    def create_map_to_remote_buffer(self, barrier, rank):
-        return self.remote_barrier(barrier, int(scalar(rank)))
-
-    def _named(self, number):
-        return self.machine.program.named.setdefault(number, NamedBarrier(number))
-
-    def create_named_barrier_arrive(self, number, threads):
-        machine = self.machine
-        task = machine.step()
-        task.rendezvous += 1
-        self._named(scalar(number)).come_in(32 * task.warps, scalar(threads), *machine.release(), None)
-
-    def create_named_barrier_wait(self, number, threads):
-        machine = self.machine
-        task = machine.step()
-        task.rendezvous += 1
-        barrier = self._named(scalar(number))
-        learned = []
-        barrier.come_in(
-            32 * task.warps, scalar(threads), *machine.release(), lambda *clocks: learned.append([dict(c) for c in clocks])
-        )
-        machine.scheduler.wait(
-            lambda: bool(learned),
-            lambda: f"named barrier {barrier.number}: {barrier.come} of {barrier.threads} threads have come",
-        )
-        machine.acquire(*learned[0])
-
-    def create_cluster_barrier(self):
-        self.meet()
-
-    def meet(self):
-        """Wait for all programs of the cluster."""
-        machine = self.machine
-        program = machine.program
-        program.meetings += 1
-        if len(program.cluster) == 1:
-            return
-        mine = program.meetings
-        clocks = program.cluster[0].__dict__.setdefault("meeting_clocks", {}).setdefault(mine, [])
-        clocks.append(machine.release())
-        machine.scheduler.wait(
-            lambda: all(p.meetings >= mine for p in program.cluster), lambda: "the other programs of the cluster"
-        )
-        for known in itertools.chain(clocks):
-            machine.acquire(*known)
-
-    def create_fence_mbarrier_init_cluster(self):
-        pass
-
-    def create_fence_async_shared(self, cluster):
-        self.machine.step()
-        self.machine.fence()
-
-    def create_threadfence(self, scope):
-        pass
-
-    def create_barrier(self):
-        self.machine.task.rendezvous += 1
 
     # Arithmetic that numpy does otherwise, and what the interpreter leaves out.
 

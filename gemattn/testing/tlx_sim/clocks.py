@@ -33,6 +33,9 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+NOWHERE = Place("?", 0)
+
+
 @dataclass
 class Actor:
     """Who touches memory: a task at one of its steps, or an asynchronous operation.
@@ -102,7 +105,7 @@ class Shadow:
                 for region in key:
                     if region not in self._granules:
                         self._granules[region] = region.granules()
-                shared = np.intersect1d(*(self._granules[r] for r in key), assume_unique=True).size
+                shared = np.intersect1d(self._granules[old], self._granules[new], assume_unique=True).size
                 self._overlaps[key] = shared > 0, shared == self._granules[old].size
         return self._overlaps[key]
 

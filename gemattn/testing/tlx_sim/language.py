@@ -13,7 +13,7 @@ from triton.language.extra.tlx.compiler import code_generator
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from gemattn.testing.tlx_sim.builder_async import Builder
+from gemattn.testing.tlx_sim.builder_products import Builder
 from gemattn.testing.tlx_sim.rewrite import Hooks, Mutation, Rewriter
 
 _FUNCTIONS = (JITFunction, interpreter.InterpretedFunction)

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemattn.testing.tlx_sim.builder import Options
-from gemattn.testing.tlx_sim.builder_async import Builder
+from gemattn.testing.tlx_sim.builder_products import Builder
 from gemattn.testing.tlx_sim.machine import Machine, Program, short
 from gemattn.testing.tlx_sim.report import SimulationError
 from gemattn.testing.tlx_sim.schedule import Deadlock, Scheduler, Task
@@ -34,10 +34,10 @@ class Launch:
         self.options = options
         self.cluster = tuple(options.get("ctas_per_cga") or options.get("cluster_dims") or (1, 1, 1))
         scheduler = Scheduler(run.policy, run.report.statistics)
-        self.machine = Machine(run.arch, scheduler, run.report, run.language.rewriter.files, run.explicit_fences)
+        files = run.language.rewriter.files
+        self.machine = Machine(run.arch, scheduler, run.report, run.descriptors, files, run.explicit_fences)
         self.machine.kernel = function.__name__
         self.machine.warps = options.get("num_warps", 4)
-        self.machine.descriptors = run.descriptors
 
     def run(self, grid: Any, args: tuple[Any, ...]) -> None:
         """Run every program."""
@@ -121,8 +121,11 @@ class Launch:
             run()
             engine = machine.task.engines.get("bulk store")
             if engine is not None and engine.known < engine.issued:
-                text = f"{machine.task.name} ends before its stores have left shared memory, the last at {machine.task.place}"
-                machine.report.add("race", text, (machine.task.place,))
+                task = machine.task
+                text = (
+                    f"{task.name} ends, its last operation at {task.place}, before its stores have left shared memory"
+                )
+                machine.report.add("race", text, (task.place,))
 
         return Task(name, program, lane, warps, run_and_check, clock, seen, replica)
 

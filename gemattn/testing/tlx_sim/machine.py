@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemattn.testing.tlx_sim.barriers import Barrier, NamedBarrier
-from gemattn.testing.tlx_sim.clocks import Access, Actor, Clock, Place, join
+from gemattn.testing.tlx_sim.clocks import NOWHERE, Access, Actor, Clock, Place, join
+from gemattn.testing.tlx_sim.descriptors import DescriptorTable
 from gemattn.testing.tlx_sim.memory import SHARED_BYTES, TENSOR_COLUMNS, Buffers, Memory, View
 from gemattn.testing.tlx_sim.report import Report
 from gemattn.testing.tlx_sim.schedule import Operation, Scheduler, Task
@@ -29,6 +30,8 @@ class Program:
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     meetings: int = 0
     """How many times it has come to a meeting of the cluster."""
+    known_at: dict[int, list[tuple[Clock, Clock]]] = field(default_factory=dict)
+    """Of the first program of a cluster: what those who came to each meeting knew."""
 
     @property
     def name(self) -> str:
@@ -46,6 +49,8 @@ class Engine:
     executed: int = 0
     known: int = 0
     """How many the task knows to be complete."""
+    groups: list[int] = field(default_factory=list)
+    """How many operations were issued when each group was committed."""
 
 
 @functools.cache
@@ -58,12 +63,21 @@ def short(file: str) -> str:
 class Machine:
     """State of one launch, and what all operations share."""
 
-    def __init__(self, arch: int, scheduler: Scheduler, report: Report, files: set[str], explicit_fences: bool):
+    def __init__(
+        self,
+        arch: int,
+        scheduler: Scheduler,
+        report: Report,
+        descriptors: DescriptorTable,
+        files: set[str],
+        explicit_fences: bool,
+    ):
         """`files` are those with kernel source, for line numbers; `explicit_fences` as in `simulate`."""
         self.arch = arch
         self.explicit_fences = explicit_fences
         self.scheduler = scheduler
         self.report = report
+        self.descriptors = descriptors
         self.files = files
         self.kernel = "?"
         self.grid = (1, 1, 1)
@@ -102,7 +116,7 @@ class Machine:
                 self.report.reached.add(place)
                 return place
             frame = frame.f_back  # type: ignore[assignment]
-        return Place("?", 0)
+        return NOWHERE
 
     def step(self) -> Task:
         """Begin an operation of the running task: others may go first."""
@@ -160,7 +174,8 @@ class Machine:
             )
         if memory.tensor_columns() > TENSOR_COLUMNS:
             self.report.add(
-                "capacity", f"{self.kernel} takes {memory.tensor_columns()} columns of tensor memory of {TENSOR_COLUMNS}"
+                "capacity",
+                f"{self.kernel} takes {memory.tensor_columns()} columns of tensor memory of {TENSOR_COLUMNS}",
             )
 
     # Synchronisation.
@@ -276,6 +291,8 @@ class Machine:
     def settle(self, engine: Engine, outstanding: int, what: str) -> None:
         """Wait until at most `outstanding` operations of an engine are not complete, and know of the others."""
         wanted = max(engine.issued - outstanding, engine.known)
-        self.scheduler.wait(lambda: engine.executed >= wanted, lambda: f"{what}: {engine.executed} of {wanted} complete")
+        self.scheduler.wait(
+            lambda: engine.executed >= wanted, lambda: f"{what}: {engine.executed} of {wanted} complete"
+        )
         engine.known = wanted
         self.task.clock[engine.lane] = wanted

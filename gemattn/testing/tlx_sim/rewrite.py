@@ -73,7 +73,9 @@ def _compile(function: Callable[..., Any], mutation: Mutation | None) -> tuple[C
     outer = [_CALL, _VALUE, _TASKS, *function.__code__.co_freevars]
     maker = ast.FunctionDef(
         name="_sim_make",
-        args=ast.arguments(posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[]),
+        args=ast.arguments(
+            posonlyargs=[], args=[ast.arg(n) for n in outer], kwonlyargs=[], kw_defaults=[], defaults=[]
+        ),
         body=[definition, ast.Return(_name(definition.name))],
         decorator_list=[],
     )
@@ -100,7 +102,7 @@ def _is_with(node: ast.stmt, attribute: str) -> bool:
 def _at(line: int, statements: list[ast.stmt]) -> list[ast.stmt]:
     for statement in statements:
         for node in ast.walk(statement):
-            if hasattr(node, "lineno"):
+            if isinstance(node, ast.stmt | ast.expr):
                 node.lineno = node.end_lineno = line
     return statements
 

@@ -42,14 +42,14 @@ class Scenario:
         return ""
 
 
-def _tutorial_inputs(length: int, head_dim: int, heads: int = 2) -> tuple[Tensor, ...]:
+def _tutorial_inputs(length: int, head_dim: int, heads: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(1, heads, length, head_dim, generator=generator).bfloat16() for _ in range(4))
 
 
 @functools.cache
-def _tutorial_expected(length: int, head_dim: int, causal: bool) -> Results:
-    query, key, value, dout = _tutorial_inputs(length, head_dim)
+def _tutorial_expected(length: int, head_dim: int, heads: int, causal: bool) -> Results:
+    query, key, value, dout = _tutorial_inputs(length, head_dim, heads)
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     scores = leaves[0] @ leaves[1].mT * head_dim**-0.5
     if causal:
@@ -64,12 +64,12 @@ def _forward_tutorial(
     run: Callable[..., tuple[Tensor, Tensor]], arch: int, length: int, head_dim: int, **options: Any
 ) -> Scenario:
     def launch() -> Results:
-        query, key, value, _ = _tutorial_inputs(length, head_dim)
+        query, key, value, _ = _tutorial_inputs(length, head_dim, 2)
         out, lse = run(query, key, value, head_dim**-0.5, **options)
         return {"out": out, "lse": lse}
 
     def expected() -> Results:
-        wanted = _tutorial_expected(length, head_dim, options.get("causal", False))
+        wanted = _tutorial_expected(length, head_dim, 2, options.get("causal", False))
         return {"out": wanted["out"], "lse": wanted["lse"]}
 
     # The Blackwell kernel rescales an accumulator that nothing has written yet; the next product overwrites it.
@@ -79,14 +79,14 @@ def _forward_tutorial(
 
 def _backward_tutorial(length: int, head_dim: int, **options: Any) -> Scenario:
     def launch() -> Results:
-        query, key, value, dout = _tutorial_inputs(length, head_dim)
-        wanted = _tutorial_expected(length, head_dim, options.get("causal", False))
+        query, key, value, dout = _tutorial_inputs(length, head_dim, 1)
+        wanted = _tutorial_expected(length, head_dim, 1, options.get("causal", False))
         saved = wanted["out"].bfloat16(), wanted["lse"].float().contiguous()
         grads = tutorials.blackwell_backward(query, key, value, *saved, dout, head_dim**-0.5, **options)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     def expected() -> Results:
-        wanted = _tutorial_expected(length, head_dim, options.get("causal", False))
+        wanted = _tutorial_expected(length, head_dim, 1, options.get("causal", False))
         return {name: wanted[name] for name in ("dq", "dk", "dv")}
 
     return Scenario(100, launch, expected, explicit_fences=False)
@@ -95,21 +95,20 @@ def _backward_tutorial(length: int, head_dim: int, **options: Any) -> Scenario:
 @functools.cache
 def _jagged(kind: str) -> tuple[JaggedInputs, AttentionSpec, list[Tensor], Results]:
     """Inputs, options, schedule and float64 results of a jagged batch with a window on both sides."""
-    lengths: dict[str, Any] = {
+    kinds: dict[str, dict[str, Any]] = {
         "self": {"q_lengths": [520, 40]},
         "shared": {"q_lengths": None, "shared_rows": 130, "kv_lengths": [520, 20, 200]},
-    }[kind]
-    inputs = make_inputs(**lengths, heads=1, head_dim=64, dtype=torch.bfloat16)
+    }
+    inputs = make_inputs(**kinds[kind], heads=1, head_dim=64, dtype=torch.bfloat16)
     window = (450, 30) if kind == "self" else None
     left, right = window or (UNLIMITED, UNLIMITED)
     spec = AttentionSpec(64**-0.5, left, right, inputs.shared_query, False)
-    rows = {"query_rows": inputs.query.shape[0]}
-    if kind == "self":
-        schedule = make_schedule(inputs.q_offsets, **rows)
+    rows = inputs.query.shape[0]
+    if inputs.shared_query:
+        keys = inputs.key.shape[0]
+        schedule = make_schedule(None, inputs.kv_offsets, query_rows=rows, key_rows=keys, shared_query=True)
     else:
-        schedule = make_schedule(
-            None, inputs.kv_offsets, **rows, key_rows=inputs.key.shape[0], shared_query=True
-        )
+        schedule = make_schedule(inputs.q_offsets, query_rows=rows)
     return inputs, spec, list(schedule), run_oracle(inputs, torch.float64, window=window)
 
 
@@ -133,9 +132,7 @@ def _hopper_backward(kind: str) -> Scenario:
         inputs, spec, schedule, wanted = _jagged(kind)
         assert inputs.dout is not None
         saved = inputs.query, inputs.key, inputs.value, wanted["out"].bfloat16(), wanted["lse"].float()
-        grads = hopper.backward(
-            inputs.dout, inputs.dlse, *saved, inputs.q_offsets, inputs.kv_offsets, schedule, spec
-        )
+        grads = hopper.backward(inputs.dout, inputs.dlse, *saved, inputs.q_offsets, inputs.kv_offsets, schedule, spec)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     return Scenario(90, launch, lambda: {name: _jagged(kind)[3][name] for name in ("dq", "dk", "dv")})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemattn.testing.tlx_sim.clocks import Clock, Place
+from gemattn.testing.tlx_sim.clocks import NOWHERE, Clock, Place
 
 POLICIES = ("random", "late", "early", "starve", "priority", "adversarial")
 
@@ -51,7 +51,7 @@ class Task:
     ready: Callable[[], bool] | None = None
     """Set while it waits."""
     waits_for: Callable[[], str] = lambda: ""
-    place: Place = Place("?", 0)
+    place: Place = NOWHERE
     finished: bool = False
     engines: dict[str, Any] = field(default_factory=dict)
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -104,5 +104,3 @@ def _patch(scope: Any, run: Run, processors: int) -> None:
     scope.set_attr(torch.cuda, "get_device_properties", lambda device=None: properties)
     scope.set_attr(dispatch, "simulated", capability)
     scope.set_attr(tlx_barrier, "is_hip", lambda: False)  # it would ask a driver
-
-
