@@ -18,6 +18,12 @@ from gemattn.testing.tlx_sim.clocks import NOWHERE, Clock, Place
 POLICIES = ("random", "late", "early", "starve", "priority", "adversarial")
 
 
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Aborted(BaseException):
     """Unwinds a task of a launch that has failed."""
 
@@ -54,7 +60,8 @@ class Task:
     place: Place = NOWHERE
     finished: bool = False
     engines: dict[str, Any] = field(default_factory=dict)
-    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    baton: threading.Lock = field(default_factory=_held_lock)
+    """Released to let it go on."""
     thread: threading.Thread | None = None
 
     def step(self) -> int:
@@ -106,7 +113,7 @@ class Scheduler:
         self.queues: list[deque[Operation]] = []
         self.current: Task | None = None
         self.failure: BaseException | None = None
-        self._home = threading.Semaphore(0)
+        self._home = _held_lock()
 
     # Called by whoever sets up a launch.
 
