@@ -141,6 +141,8 @@ def misuse_kernel(desc, out_ptr, FAULT: tl.constexpr):
         tlx.barrier_wait(full[0], 0)
         tl.store(out_ptr + offsets, tlx.async_dot(x[0], x[0]) * 2)
         tlx.async_dot_wait(0, tl.zeros([64, 64], tl.float32))
+    if FAULT == "outside":
+        tl.store(out_ptr + offsets + 1, tl.zeros([64, 64], tl.float32))
     if FAULT == "named barrier":
         tlx.named_barrier_wait(9, 64)
     if FAULT == "leaves stores":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton")
+pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton", exc_type=ImportError)
 
 ROOT = Path(__file__).parents[2]
 

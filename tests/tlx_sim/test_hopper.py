@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-tlx_sim = pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton")
+tlx_sim = pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton", exc_type=ImportError)
 
 import gemattn  # noqa: E402
 from gemattn.testing import make_inputs, run  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-tlx_sim = pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton")
+tlx_sim = pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton", exc_type=ImportError)
 
 from tests.tlx_sim import planted  # noqa: E402
 from tests.tlx_sim.test_findings import describe  # noqa: E402

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton")
+pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton", exc_type=ImportError)
 
 from gemattn.testing.tlx_sim import score, tutorials
 from gemattn.testing.tlx_sim.mutate import REMOVED, mutants

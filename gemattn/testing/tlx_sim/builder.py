@@ -86,6 +86,21 @@ class MemoryBuilder(interpreter.InterpreterBuilder):
     def create_thread_id(self, axis):
         return Handle(np.array([0], np.int32), tl.int32)
 
+    # Global memory.
+
+    def create_masked_load(self, pointers, mask, other, *options, **named):
+        element = pointers.get_element_ty()
+        self.machine.addresses.check(pointers.data, mask.data, interpreter._get_np_dtype(element).itemsize)
+        return super().create_masked_load(pointers, mask, other, *options, **named)
+
+    def create_masked_store(self, pointers, value, mask, *options):
+        self.machine.addresses.check(pointers.data, mask.data, value.data.dtype.itemsize)
+        return super().create_masked_store(pointers, value, mask, *options)
+
+    def create_atomic_rmw(self, operation, pointers, value, mask, *options):
+        self.machine.addresses.check(pointers.data, mask.data, value.data.dtype.itemsize)
+        return super().create_atomic_rmw(operation, pointers, value, mask, *options)
+
     # Allocation.
 
     def create_local_alloc(self, shape, element, layout, reused, alias):

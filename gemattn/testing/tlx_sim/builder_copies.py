@@ -110,6 +110,7 @@ class CopyBuilder(BarrierBuilder):
 
     def create_descriptor_store(self, descriptor, value, offsets, *options):
         addresses, mask = descriptor.materialize_pointers(offsets)
+        self.machine.addresses.check(addresses.data, mask, value.data.dtype.itemsize)
         _memory.store(addresses.data, value.data.reshape(mask.shape), mask)
 
     def create_async_TMA_reduce(self, kind, descriptor, offsets, source, eviction):
@@ -131,6 +132,7 @@ class CopyBuilder(BarrierBuilder):
 
         def write(numbers):
             flat = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)[:count]
+            self.machine.addresses.check(_bytes_from(pointer, count), np.True_, 1)
             _memory.store(_bytes_from(pointer, count), flat, np.ones(count, np.bool_))
 
         self._bulk_store("async_store", source, write)
@@ -152,6 +154,7 @@ class CopyBuilder(BarrierBuilder):
 
             def run():
                 addresses = _bytes_from(source, count)
+                self.machine.addresses.check(addresses, np.True_, 1)
                 raw = _memory.load(addresses, np.ones(count, np.bool_), np.zeros(count, np.uint8), np.dtype(np.uint8))
                 part.write(raw.view(view.dtype))
 

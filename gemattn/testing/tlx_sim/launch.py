@@ -34,8 +34,15 @@ class Launch:
         self.options = options
         self.cluster = tuple(options.get("ctas_per_cga") or options.get("cluster_dims") or (1, 1, 1))
         scheduler = Scheduler(run.policy, run.report.statistics)
-        files = run.language.rewriter.files
-        self.machine = Machine(run.arch, scheduler, run.report, run.descriptors, files, run.explicit_fences)
+        self.machine = Machine(
+            run.arch,
+            scheduler,
+            run.report,
+            run.descriptors,
+            run.addresses,
+            run.language.rewriter.files,
+            run.explicit_fences,
+        )
         self.machine.kernel = function.__name__
         self.machine.warps = options.get("num_warps", 4)
 
@@ -44,6 +51,8 @@ class Launch:
         parameters = inspect.signature(self.function).parameters
         named = {k: v for k, v in self.options.items() if k in parameters}
         bound = inspect.getcallargs(self.function, *args, **named)
+        for value in bound.values():
+            self.run_of.addresses.add(value)
         grid = grid(bound) if callable(grid) else grid
         self.machine.grid = grid = (*grid, *(1,) * (3 - len(grid)))
         builder = Builder(self.machine)
@@ -99,8 +108,10 @@ class Launch:
             raise SimulationError(message) from error
 
     def _place(self, error: BaseException) -> str:
-        """The innermost line of a kernel in the error's traceback."""
-        place = "?"
+        """Where the operation that failed was issued, or the innermost line of a kernel in the error's traceback."""
+        place = str(getattr(error, "place", "?"))
+        if place != "?":
+            return place
         frames = error.__traceback__
         while frames is not None:
             if frames.tb_frame.f_code.co_filename in self.machine.files:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemattn.testing.tlx_sim.addresses import Addresses
 from gemattn.testing.tlx_sim.barriers import Barrier, NamedBarrier
 from gemattn.testing.tlx_sim.clocks import NOWHERE, Access, Actor, Clock, Place, join
 from gemattn.testing.tlx_sim.descriptors import DescriptorTable
@@ -69,6 +70,7 @@ class Machine:
         scheduler: Scheduler,
         report: Report,
         descriptors: DescriptorTable,
+        addresses: Addresses,
         files: set[str],
         explicit_fences: bool,
     ):
@@ -78,6 +80,7 @@ class Machine:
         self.scheduler = scheduler
         self.report = report
         self.descriptors = descriptors
+        self.addresses = addresses
         self.files = files
         self.kernel = "?"
         self.grid = (1, 1, 1)
@@ -280,7 +283,11 @@ class Machine:
         def execute() -> None:
             for view in reads:
                 self.check_written(view, actor.what, actor.place)
-            run()
+            try:
+                run()
+            except Exception as error:
+                error.place = actor.place  # type: ignore[attr-defined]  # whichever task's thread this is
+                raise
             if engine is not None:
                 engine.executed += 1
 

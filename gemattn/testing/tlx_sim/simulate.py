@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from gemattn import dispatch
 from gemattn.kernels.interpreter import install
+from gemattn.testing.tlx_sim.addresses import Addresses
 from gemattn.testing.tlx_sim.descriptors import DescriptorTable
 from gemattn.testing.tlx_sim.language import Language
 from gemattn.testing.tlx_sim.launch import Launch
@@ -37,6 +38,7 @@ class Run:
     language: Language
     explicit_fences: bool
     descriptors: DescriptorTable = field(default_factory=DescriptorTable)
+    addresses: Addresses = field(default_factory=Addresses)
 
 
 @contextlib.contextmanager
