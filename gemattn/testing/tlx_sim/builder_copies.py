@@ -1,6 +1,7 @@
 """The builder calls of TLX that copy: TMA, bulk copies, copies within a cluster, cluster launch control."""
 
 import math
+import re
 
 import numpy as np
 import triton.language as tl
@@ -8,7 +9,7 @@ from triton._C.libtriton import interpreter as _memory
 from triton._C.libtriton import ir as _ir
 from triton.runtime import interpreter
 
-from gemattn.testing.tlx_sim.builder import Handle, scalar, whole
+from gemattn.testing.tlx_sim.builder import Handle, InlineResult, scalar, whole
 from gemattn.testing.tlx_sim.builder_barriers import BarrierBuilder
 from gemattn.testing.tlx_sim.memory import MemoryFault
 from gemattn.testing.tlx_sim.schedule import Operation
@@ -141,6 +142,16 @@ class CopyBuilder(BarrierBuilder):
         machine = self.machine
         machine.step()
         machine.settle(machine.engine("bulk store"), int(scalar(outstanding)), "async_descriptor_store_wait")
+
+    def create_inline_asm(self, text, constraints, values, types, pure, pack):
+        waited = re.search(r"cp\.async\.bulk\.wait_group(\.read)? (\d+)", text)
+        if waited is None:
+            return super().create_inline_asm(text, constraints, values, types, pure, pack)
+        self.create_async_TMA_store_wait(int(waited[2]))
+        if not waited[1]:  # not only read, but written
+            machine = self.machine
+            machine.scheduler.wait(lambda: not machine.writebacks, lambda: "stores to reach memory")
+        return InlineResult(Handle(np.zeros(1, np.int32), tl.int32))
 
     # Copies without a descriptor.
 

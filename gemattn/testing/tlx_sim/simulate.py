@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,20 @@ def simulate(
         interpreter.interpreter_builder, interpreter.interpreter_semantic = kept
 
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+def _left_to_tensors(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`constant + tensor` is the tensor's business, as it is in the compiler."""
+
+    @functools.wraps(operator)
+    def apply(self: Any, other: Any) -> Any:
+        return NotImplemented if isinstance(other, tl.tensor) else operator(self, other)
+
+    return apply
+
+
 def _patch(scope: Any, run: Run, processors: int) -> None:
     for language in (tl, tl.core):
         for owner in (language, language.tensor, language.math):
@@ -92,6 +107,9 @@ def _patch(scope: Any, run: Run, processors: int) -> None:
     for owner in (tlx.buffered_tensor, tlx.mbarrier, tlx.clc_response, tlx.tensor_descriptor_ptr):
         get = owner.__getitem__
         scope.set_attr(owner, "__getitem__", lambda self, place, get=get: run.language.call(get, self, place))
+
+    for name in (f"__{x}__" for x in _OPERATORS + _COMPARISONS):
+        scope.set_attr(tl.constexpr, name, _left_to_tensors(getattr(tl.constexpr, name)))
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         if not warmup:
