@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gemattn.testing.tlx_sim.builder import Options
 from gemattn.testing.tlx_sim.builder_products import Builder
-from gemattn.testing.tlx_sim.machine import Machine, Program, short
+from gemattn.testing.tlx_sim.machine import Machine, short
+from gemattn.testing.tlx_sim.program import Program
 from gemattn.testing.tlx_sim.report import SimulationError
 from gemattn.testing.tlx_sim.schedule import Deadlock, Scheduler, Task
 

@@ -7,51 +7,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from gemattn.testing.tlx_sim.addresses import Addresses
-from gemattn.testing.tlx_sim.barriers import Barrier, NamedBarrier
+from gemattn.testing.tlx_sim.barriers import Barrier
 from gemattn.testing.tlx_sim.clocks import NOWHERE, Access, Actor, Clock, Place, join
 from gemattn.testing.tlx_sim.descriptors import DescriptorTable
-from gemattn.testing.tlx_sim.memory import SHARED_BYTES, TENSOR_COLUMNS, Buffers, Memory, View
+from gemattn.testing.tlx_sim.memory import SHARED_BYTES, TENSOR_COLUMNS, View
+from gemattn.testing.tlx_sim.program import Engine, Program
 from gemattn.testing.tlx_sim.report import Report
 from gemattn.testing.tlx_sim.schedule import Operation, Scheduler, Task
-
-
-@dataclass
-class Program:
-    """One program of the grid (a CTA), with the others of its cluster."""
-
-    place: tuple[int, int, int]
-    rank: int
-    cluster: list[Program]
-    memory: Memory = field(default_factory=Memory)
-    allocations: list[Buffers | list[Barrier]] = field(default_factory=list)
-    named: dict[int, NamedBarrier] = field(default_factory=dict)
-    meetings: int = 0
-    """How many times it has come to a meeting of the cluster."""
-    known_at: dict[int, list[tuple[Clock, Clock]]] = field(default_factory=dict)
-    """Of the first program of a cluster: what those who came to each meeting knew."""
-
-    @property
-    def name(self) -> str:
-        """For reports."""
-        return f"program {self.place[0] if not any(self.place[1:]) else self.place}"
-
-
-@dataclass
-class Engine:
-    """An engine as one task sees it: a queue in order, and how many operations were issued."""
-
-    lane: int
-    queue: deque[Operation] = field(default_factory=deque)
-    issued: int = 0
-    executed: int = 0
-    known: int = 0
-    """How many the task knows to be complete."""
-    groups: list[int] = field(default_factory=list)
-    """How many operations were issued when each group was committed."""
 
 
 @functools.cache
