@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.extra import tlx
-from triton.language.extra.tlx.compiler import code_generator
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from gemattn.kernels.tlx._tlx import tlx
 from gemattn.testing.tlx_sim.builder_products import Builder
 from gemattn.testing.tlx_sim.rewrite import Hooks, Mutation, Rewriter
 
@@ -67,7 +66,7 @@ class Language:
         """`body` with `async_task_replica_id()` set."""
 
         def run() -> None:
-            stack = code_generator._get_region_replica_id_stack()
+            stack = tlx.compiler.code_generator._get_region_replica_id_stack()
             stack.append(replica)
             try:
                 with np.errstate(all="ignore"):

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from triton.language.extra import tlx
-from triton.language.extra.tlx import barrier as tlx_barrier
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from gemattn import dispatch
 from gemattn.kernels.interpreter import install
+from gemattn.kernels.tlx._tlx import tlx
 from gemattn.testing.tlx_sim.addresses import Addresses
 from gemattn.testing.tlx_sim.descriptors import DescriptorTable
 from gemattn.testing.tlx_sim.language import Language
@@ -123,4 +122,4 @@ def _patch(scope: Any, run: Run, processors: int) -> None:
     )
     scope.set_attr(torch.cuda, "get_device_properties", lambda device=None: properties)
     scope.set_attr(dispatch, "simulated", capability)
-    scope.set_attr(tlx_barrier, "is_hip", lambda: False)  # it would ask a driver
+    scope.set_attr(tlx.barrier, "is_hip", lambda: False)  # it would ask a driver
