@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from gemattn import dispatch
@@ -51,6 +52,8 @@ def simulate(
     mutation: Mutation | None = None,
 ) -> Iterator[Run]:
     """Run every kernel that is launched inside on CPU tensors, on a simulated chip, and report what is wrong with it.
+
+    An autotuned kernel runs with the first configuration that its pruning leaves.
 
     Args:
         arch: 90 (Hopper) or 100 (Blackwell).
@@ -95,6 +98,16 @@ def _left_to_tensors(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     return apply
 
 
+def _run_first_configuration(self: Any, *args: Any, **options: Any) -> Any:
+    """In place of measuring the configurations that pruning leaves."""
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    config = self.prune_configs(options)[0]
+    chosen = config.all_kwargs()
+    if config.pre_hook is not None:
+        config.pre_hook({**self.nargs, **options, **chosen})
+    return self.fn.run(*args, **options, **chosen)
+
+
 def _patch(scope: Any, run: Run, processors: int) -> None:
     for language in (tl, tl.core):
         for owner in (language, language.tensor, language.math):
@@ -116,6 +129,7 @@ def _patch(scope: Any, run: Run, processors: int) -> None:
 
     for kind in (JITFunction, interpreter.InterpretedFunction):
         scope.set_attr(kind, "run", launch)
+    scope.set_attr(Autotuner, "run", _run_first_configuration)
     capability = CAPABILITIES[run.arch]
     properties = SimpleNamespace(
         multi_processor_count=processors, major=capability[0], minor=capability[1], name=f"simulated sm_{run.arch}"
