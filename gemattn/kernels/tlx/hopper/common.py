@@ -19,7 +19,7 @@ def read_tile(tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, 
     block = tl.load(tiles_ptr + 2 * record + 1)
     segment = tl.where(tile < num_tiles, segment, -1)
     place = tl.minimum(tl.maximum(segment, 0), num_sequences)
-    place_end = tl.where(segment < num_sequences, place + 1, 0)
+    place_end = tl.where((segment >= 0) & (segment < num_sequences), place + 1, 0)
     start = tl.load(q_offsets_ptr + place)
     end = tl.load(q_offsets_ptr + place_end)
     n_kv = (tl.load(kv_offsets_ptr + place_end) - tl.load(kv_offsets_ptr + place)).to(tl.int32)
