@@ -63,10 +63,7 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
         "STAGES_K": fused.stages_k,
         "STAGES_Q": fused.stages_q,
         "REGISTERS": fused.registers,
-        "FREE_BY_THREAD": fused.free_by_thread,
         "EARLY_DV": fused.early_dv,
-        "OVERLAP_DQ": fused.overlap_dq,
-        "HALVES": fused.halves,
     }
     keys = {"BLOCK_N": backward.block_n, "STAGES_KV": backward.stages_kv, "HAS_DLSE": True}
     return {
@@ -79,8 +76,8 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
         "query": keys | {"REGISTERS": backward.registers},
         "shared": keys | {"REGISTERS": backward.registers},
         "key": {"STAGES_Q": backward.stages_q, "REGISTERS": backward.registers},
-        "fused": fused_options | {"SHARED_QUERY": False, "WAIT_FOR_SUMS": False},
-        "fused_shared": fused_options | {"SHARED_QUERY": True, "WAIT_FOR_SUMS": fused.wait_for_sums},
+        "fused": fused_options | {"SHARED_QUERY": False},
+        "fused_shared": fused_options | {"SHARED_QUERY": True},
     }[kernel]
 
 
@@ -109,10 +106,11 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    # Loops over blocks; others branch back past a tile's start or end, where a fused kernel stores dk and dv.
+    # Loops over blocks; others branch back past a tile's start or end, where a fused kernel stores dk and dv: more than
+    # the stores that stand beside a sum, of which one is taken for a block's dq.
     loops = sorted(innermost_matrix_loops(sass), key=len)
     if kernel.startswith("fused"):
-        loops = [loop for loop in loops if not any("UTMASTG" in line for line in loop)]
+        loops = [loop for loop in loops if count(loop, "UTMASTG") <= count(loop, "UTMAREDG")]
     else:
         loops = loops[:2]  # the shortest, one a consumer
     return {
@@ -125,13 +123,17 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         "setmaxnreg": compiled.asm["ptx"].count("setmaxnreg"),
         "loops": [
             {
-                "products": sum("HGMMA" in line for line in loop),
-                "waits": sum("WARPGROUP.DEPBAR" in line for line in loop),
-                "local": sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop),
+                "products": count(loop, "HGMMA"),
+                "waits": count(loop, "WARPGROUP.DEPBAR"),
+                "local": count(loop, "LDL") + count(loop, "STL"),
             }
             for loop in loops
         ],
     }
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(bool(re.search(rf"\b{instruction}\b", line)) for line in loop)
 
 
 def innermost_matrix_loops(sass: str) -> list[list[str]]:

@@ -1,8 +1,6 @@
 """What surrounds the fused Hopper backward, in Triton's interpreter: statistics, scratch and its order of values."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,10 @@ from gemattn.kernels import interpreter
 from gemattn.kernels.schedule import make_schedule
 
 triton = pytest.importorskip("triton")
+pytest.importorskip("triton.language.extra.tlx", reason="needs fbtriton, this triton has no TLX")
+from gemattn.kernels.tlx.hopper import backward_scratch  # noqa: E402 (where it can be imported)
 
-pytestmark = [
-    pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here"),
-    pytest.mark.skipif(
-        not Path(importlib.util.find_spec("triton").origin).parent.joinpath("language/extra/tlx").exists(),
-        reason="needs fbtriton, this triton has no TLX",
-    ),
-]
+pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here")
 
 HEADS, HEAD_DIM, SCALE = 2, 64, 0.5
 
@@ -40,14 +34,8 @@ def register_order(x):
     return x.flatten()[index]
 
 
-def scratch_of(x, pieces):
-    return torch.cat([register_order(piece) for piece in x.chunk(pieces, dim=1)])
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_statistics_and_scratch_of_own_queries(pieces):
-    from gemattn.kernels.tlx.hopper import backward_scratch
-
+@pytest.mark.parametrize("walked", [False, True])
+def test_statistics_and_scratch_of_own_queries(walked):
     q_lengths, kv_lengths = [0, 70, 0, 130, 3], [5, 60, 3, 0, 3]
     offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0) for x in (q_lengths, kv_lengths))
     slack, sequences = 70, len(q_lengths)
@@ -63,7 +51,7 @@ def test_statistics_and_scratch_of_own_queries(pieces):
     lists = (schedule.q_tiles, schedule.q_offsets, schedule.kv_offsets)
     sizes = (grid, HEADS, sequences, rows)
     backward_scratch.prepare_kernel[(grid,)](
-        *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, HEADS * HEAD_DIM, HEAD_DIM, 0,
+        *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, HEADS * HEAD_DIM, HEAD_DIM, 0, 130 if walked else 0, 100,
         HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=True,
     )  # fmt: skip
 
@@ -85,27 +73,55 @@ def test_statistics_and_scratch_of_own_queries(pieces):
                 )
                 assert (block_stat[count:] == math.inf).all() and (block_delta[count:] == 0).all()
                 values = scratch[64 * HEAD_DIM * place : 64 * HEAD_DIM * (place + 1)]
-                assert (values == 0).all()
+                assert values.isnan().all() if walked else (values == 0).all()
                 x = torch.randn(64, HEAD_DIM)
-                values.copy_(scratch_of(x, pieces))
+                values.copy_(register_order(x))
                 wanted[rows_of] = SCALE * x[:count] * sees[:, None]
     dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
     backward_scratch.finish_kernel[(grid,)](
-        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces, HAS_RIGHT=True
+        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, HAS_RIGHT=True
     )
     assert torch.equal(dq, wanted)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_partial_sums_of_a_shared_query(pieces):
-    from gemattn.kernels.tlx.hopper import backward_scratch
-
+def test_partial_sums_of_a_shared_query():
     rows, chunks, blocks = 130, 3, 3
     x = torch.randn(chunks, HEADS, blocks, 64, HEAD_DIM)
-    scratch = torch.cat([scratch_of(block, pieces) for block in x.flatten(0, 2)])
+    scratch = torch.cat([register_order(block) for block in x.flatten(0, 2)])
     dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
-    backward_scratch.add_partials_kernel[(blocks * HEADS * 4 * pieces,)](
-        scratch, dq, HEADS, chunks, rows, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces
+    backward_scratch.add_partials_kernel[(blocks * HEADS * 4,)](
+        scratch, dq, HEADS, chunks, rows, SCALE, HEAD_DIM=HEAD_DIM
     )
     wanted = SCALE * x.sum(0).flatten(1, 2)[:, :rows].transpose(0, 1)
     torch.testing.assert_close(dq, wanted, rtol=0, atol=1e-5)
+
+
+@triton.jit
+def split_kernel(
+    tiles_ptr, first_ptr, rest_ptr, q_offsets_ptr, kv_offsets_ptr, num_records, num_sequences, walk_rows, walk_keys,
+    RECORD: triton.language.constexpr,
+):  # fmt: skip
+    backward_scratch.split_records(
+        tiles_ptr, first_ptr, rest_ptr, q_offsets_ptr, kv_offsets_ptr, num_records, num_sequences, walk_rows,
+        walk_keys, RECORD,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[200, 0, 700, 5, 300] * 60, []], ids=["many", "none"])
+def test_lists_of_first_tiles_and_of_the_rest(lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    sequences, slack = len(lengths), 200
+    schedule = make_schedule(offsets, query_rows=sum(lengths) + slack)
+    records = schedule.kv_tiles
+    first, rest = torch.full((2, *records.shape), 77, dtype=torch.int32)
+    split_kernel[(1,)](
+        records, first, rest, schedule.q_offsets, schedule.kv_offsets, len(records), sequences, 250, 4096,
+        RECORD=records.shape[1],
+    )  # fmt: skip
+    used = [r for r in records.tolist() if r[0] >= 0]
+    wanted_first = [r for r in used if r[0] >= sequences or r[1] == 0]
+    wanted_rest = [r for r in used if r[0] < sequences and r[1] > 0 and lengths[r[0]] > 250]
+    assert len(wanted_first) == sum(n > 0 for n in lengths) + 2
+    for found, wanted in ((first, wanted_first), (rest, wanted_rest)):
+        assert found[: len(wanted)].tolist() == wanted
+        assert (found[len(wanted) :, 0] == -1).all()

@@ -1,4 +1,4 @@
-"""What the fused backward needs before and after: row statistics, and the float32 scratch of dq.
+"""What the fused backward needs before and after: lists of tiles, row statistics, and the float32 scratch of dq.
 
 The scratch holds blocks of 64 query rows. Within a block the values stand in the order in which registers hold a matrix
 product's result, so that the fused kernel stages a block in shared memory without bank conflicts; nothing but these
@@ -31,15 +31,57 @@ def in_row_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, COLUMNS))
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
+@triton.jit
+def is_walked(n_q, n_kv, walk_rows, walk_keys):
+    """Whether one program has all key tiles of the sequence: by its own lengths, whatever the batch holds."""
+    return (n_q <= walk_rows) & (n_kv <= walk_keys)
+
+
+@triton.jit
+def split_records(
+    tiles_ptr, first_ptr, rest_ptr, q_offsets_ptr, kv_offsets_ptr, num_records, num_sequences, walk_rows, walk_keys,
+    RECORD: tl.constexpr,
+):  # fmt: skip
+    """Records of key tiles, order kept, into two lists of the same length, unused ones at their ends: first tiles of
+    sequences and slack; and the rest of the sequences that are not walked."""
+    CHUNK: tl.constexpr = 512
+    firsts = 0
+    rests = 0
+    for start in tl.range(0, num_records, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        inside = index < num_records
+        segment = tl.load(tiles_ptr + index * RECORD, mask=inside, other=-1)
+        block = tl.load(tiles_ptr + index * RECORD + 1, mask=inside, other=0)
+        own = (segment >= 0) & (segment < num_sequences)
+        q_start = tl.load(q_offsets_ptr + segment, mask=own, other=0)
+        q_end = tl.load(q_offsets_ptr + segment + 1, mask=own, other=0)
+        kv_start = tl.load(kv_offsets_ptr + segment, mask=own, other=0)
+        kv_end = tl.load(kv_offsets_ptr + segment + 1, mask=own, other=0)
+        first = (segment >= num_sequences) | (own & (block == 0))
+        rest = own & (block > 0) & (is_walked(q_end - q_start, kv_end - kv_start, walk_rows, walk_keys) == 0)
+        first_place = firsts + tl.cumsum(first.to(tl.int32), 0) - 1
+        rest_place = rests + tl.cumsum(rest.to(tl.int32), 0) - 1
+        for field in tl.static_range(RECORD):
+            value = tl.load(tiles_ptr + index * RECORD + field, mask=inside, other=0)
+            tl.store(first_ptr + first_place * RECORD + field, value, mask=first)
+            tl.store(rest_ptr + rest_place * RECORD + field, value, mask=rest)
+        firsts += tl.sum(first.to(tl.int32), 0)
+        rests += tl.sum(rest.to(tl.int32), 0)
+    for start in tl.range(0, num_records, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        tl.store(first_ptr + index * RECORD, -1, mask=(index >= firsts) & (index < num_records))
+        tl.store(rest_ptr + index * RECORD, -1, mask=(index >= rests) & (index < num_records))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right", "walk_rows", "walk_keys"])
 def prepare_kernel(
     tiles_ptr, q_offsets_ptr, kv_offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, scratch_ptr,
-    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, walk_rows, walk_keys,
+    HEAD_DIM: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
 
-    CLEAR zeroes the blocks' scratch. Grid: num_tiles; a program has the rows of one record and head.
+    CLEAR zeroes the scratch of sequences that are not walked. Grid: num_tiles; a program has the rows of one record and head.
     """
     BLOCK: tl.constexpr = 64
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
@@ -73,14 +115,15 @@ def prepare_kernel(
                 tl.store(stat_ptr + stat + lane, lse)
                 tl.store(delta_ptr + stat + lane, delta)
                 if CLEAR:
-                    block = stat * HEAD_DIM + lane[:, None] * HEAD_DIM + columns[None, :]
-                    tl.store(scratch_ptr + block, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
+                    if not is_walked(n_q, n_kv, walk_rows, walk_keys):
+                        block = stat * HEAD_DIM + lane[:, None] * HEAD_DIM + columns[None, :]
+                        tl.store(scratch_ptr + block, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
 def finish_kernel(
     tiles_ptr, q_offsets_ptr, kv_offsets_ptr, scratch_ptr, dq_ptr, num_tiles, heads, num_sequences, out_rows,
-    window_right, scale, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    window_right, scale, HEAD_DIM: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq (out_rows, H, D) = scale * scratch, slack rows 0. Grid: num_tiles; a program has one record and head."""
     BLOCK: tl.constexpr = 64
@@ -89,43 +132,37 @@ def finish_kernel(
     )
     head = head.to(tl.int64)
     if segment >= 0:
-        WIDTH: tl.constexpr = HEAD_DIM // PIECES
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
         for part in tl.static_range(RECORD_ROWS // BLOCK):
             rows = first_row + part * BLOCK + tl.arange(0, BLOCK)
             if first_row + part * BLOCK < n_q:
                 block = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK) * HEAD_DIM
-                for piece in tl.static_range(PIECES):
-                    dq = tl.zeros([BLOCK, WIDTH], tl.float32)
-                    if n_kv > 0:
-                        values = block + piece * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
-                        dq = in_row_order(tl.load(scratch_ptr + values), BLOCK, WIDTH)
-                        dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
-                    columns = piece * WIDTH + tl.arange(0, WIDTH)
-                    offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + columns[None, :]
-                    tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
+                dq = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+                if n_kv > 0:
+                    dq = in_row_order(
+                        tl.load(scratch_ptr + block + tl.arange(0, BLOCK * HEAD_DIM)), BLOCK, HEAD_DIM
+                    )
+                    dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
+                offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
 
 
 @triton.jit(do_not_specialize=["chunks", "shared_rows"])
-def add_partials_kernel(
-    scratch_ptr, dq_ptr, heads, chunks, shared_rows, scale, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr
-):
+def add_partials_kernel(scratch_ptr, dq_ptr, heads, chunks, shared_rows, scale, HEAD_DIM: tl.constexpr):
     """dq (S, H, D) = scale * the sum of the programs' scratch, in order. Program p of the fused kernel works for head
-    p % H. Grid: blocks of S * H * 4 * PIECES; 16 rows and D / PIECES columns a program."""
+    p % H. Grid: blocks of S * H * 4; 16 rows a program."""
     BLOCK: tl.constexpr = 64
     ROWS: tl.constexpr = 16
-    WIDTH: tl.constexpr = HEAD_DIM // PIECES
-    part = tl.program_id(0) % (BLOCK // ROWS * PIECES)
-    head = tl.program_id(0) // (BLOCK // ROWS * PIECES) % heads
-    block = tl.program_id(0) // (BLOCK // ROWS * PIECES) // heads
+    part = tl.program_id(0) % (BLOCK // ROWS)
+    head = tl.program_id(0) // (BLOCK // ROWS) % heads
+    block = tl.program_id(0) // (BLOCK // ROWS) // heads
     blocks = tl.cdiv(shared_rows, BLOCK)
-    values = part * (ROWS * WIDTH) + tl.arange(0, ROWS * WIDTH)
-    total = tl.zeros([ROWS * WIDTH], tl.float32)
+    values = part * (ROWS * HEAD_DIM) + tl.arange(0, ROWS * HEAD_DIM)
+    total = tl.zeros([ROWS * HEAD_DIM], tl.float32)
     for chunk in tl.range(0, chunks):
         program = (chunk * heads + head).to(tl.int64)
         total += tl.load(scratch_ptr + (program * blocks + block) * (BLOCK * HEAD_DIM) + values)
-    dq = in_row_order(total, ROWS, WIDTH) * scale
-    rows = block * BLOCK + part % (BLOCK // ROWS) * ROWS + tl.arange(0, ROWS)
-    columns = part // (BLOCK // ROWS) * WIDTH + tl.arange(0, WIDTH)
-    offset = (rows * heads + head)[:, None] * HEAD_DIM + columns[None, :]
+    dq = in_row_order(total, ROWS, HEAD_DIM) * scale
+    rows = block * BLOCK + part * ROWS + tl.arange(0, ROWS)
+    offset = (rows * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < shared_rows)[:, None])
