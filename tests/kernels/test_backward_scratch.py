@@ -34,8 +34,8 @@ def register_order(x):
     return x.flatten()[index]
 
 
-@pytest.mark.parametrize("walked", [False, True])
-def test_statistics_and_scratch_of_own_queries(walked):
+@pytest.mark.parametrize("clear", [False, True])
+def test_statistics_and_scratch_of_own_queries(clear):
     q_lengths, kv_lengths = [0, 70, 0, 130, 3], [5, 60, 3, 0, 3]
     offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0) for x in (q_lengths, kv_lengths))
     slack, sequences = 70, len(q_lengths)
@@ -51,8 +51,8 @@ def test_statistics_and_scratch_of_own_queries(walked):
     lists = (schedule.q_tiles, schedule.q_offsets, schedule.kv_offsets)
     sizes = (grid, HEADS, sequences, rows)
     backward_scratch.prepare_kernel[(grid,)](
-        *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, HEADS * HEAD_DIM, HEAD_DIM, 0, 130 if walked else 0, 100,
-        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=True,
+        *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, HEADS * HEAD_DIM, HEAD_DIM, 0,
+        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=clear,
     )  # fmt: skip
 
     wanted = torch.zeros(rows, HEADS, HEAD_DIM)
@@ -72,15 +72,14 @@ def test_statistics_and_scratch_of_own_queries(walked):
                     block_stat[:count], torch.where(sees, lse[head, rows_of[0]] / math.log(2), math.inf)
                 )
                 assert (block_stat[count:] == math.inf).all() and (block_delta[count:] == 0).all()
+                place = (int(offsets[sequence]) // 64 + sequence) * HEADS + head * -(-n_q // 64) + block
                 values = scratch[64 * HEAD_DIM * place : 64 * HEAD_DIM * (place + 1)]
-                assert values.isnan().all() if walked else (values == 0).all()
+                assert (values == 0).all() if clear else values.isnan().all()
                 x = torch.randn(64, HEAD_DIM)
                 values.copy_(register_order(x))
                 wanted[rows_of] = SCALE * x[:count] * sees[:, None]
     dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
-    backward_scratch.finish_kernel[(grid,)](
-        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, HAS_RIGHT=True
-    )
+    backward_scratch.finish_kernel[(grid,)](*lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, HAS_RIGHT=True)
     assert torch.equal(dq, wanted)
 
 

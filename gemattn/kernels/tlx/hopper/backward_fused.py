@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked
+from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked, scratch_block
 from gemattn.kernels.tlx.hopper.common import RECORD_ROWS, first_seeing_row, query_blocks, read_tile, ring, stat_block
 
 # Named barriers; each is of 2 x 128 threads, and the next id is for the block or tile of the other consumer.
@@ -51,7 +51,7 @@ def _last_key_tile(first_key, n_q, n_kv, walk_rows, walk_keys, SHARED_QUERY: tl.
 def _paired_blocks(
     first_key, n_q, n_kv, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Query blocks for the keys of a tile: (begin, begin of the mask-free, end of the mask-free, end of the pairs, end).
+    """Query blocks for a tile of keys: (begin, begin of the mask-free, end of the mask-free, end of the pairs, end).
 
     All but the end are even, so that blocks come in pairs and the same consumer has a block's dq in every tile: masks
     reach over one block more at either side where they must. begin = end where nothing is seen.
@@ -70,8 +70,8 @@ def _paired_blocks(
 @triton.jit
 def _produce(
     table, tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_tiles, heads, num_sequences, kv_rows, q_head_stride,
-    k_head_stride, v_head_stride, do_head_stride, window_left, window_right, walk_rows, walk_keys, k_bufs, v_bufs, q_bufs,
-    do_bufs, lse_bufs, delta_bufs, k_full, k_free, v_full, v_free, q_full, q_free, do_full, do_free,
+    k_head_stride, v_head_stride, do_head_stride, window_left, window_right, walk_rows, walk_keys, k_bufs, v_bufs,
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_full, k_free, v_full, v_free, q_full, q_free, do_full, do_free,
     DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr,
     SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -151,8 +151,8 @@ def _rows_from(first_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _gradient_block(
-    dk, dv, q_count, block, freeing, tile_end, fresh, tile_count, first_rows, last_rows, score_scale, dq_desc,
-    scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full,
+    dk, dv, q_count, block, freeing, tile_end, tile_count, first_rows, last_rows, score_scale, dq_desc,
+    scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full,
     v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr,
     SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
@@ -216,10 +216,10 @@ def _gradient_block(
         dq = tlx.async_dot_wait(0, dq)
         tlx.local_store(dq_buf, in_register_order(dq, HALF, HEAD_DIM))
         tlx.fence("async_shared")
-        place = scratch + block * scratch_step
-        if SHARED_QUERY:
+        place = (scratch ^ (scratch >> 31)) + block * (HALF * HEAD_DIM // SCRATCH_COLUMNS)
+        if SHARED_QUERY or HAS_LEFT:
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0], store_reduce="add")
-        elif block >= fresh:
+        elif scratch < 0:
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0])
         else:
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0], store_reduce="add")
@@ -237,17 +237,18 @@ def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _gradient_pairs(
-    dk, dv, q_count, from_block, to_block, freeing, tile_end, fresh, tile_count, first_rows, last_rows, score_scale,
-    dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr,
-    SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, q_count, from_block, to_block, freeing, tile_end, tile_count, first_rows, last_rows, score_scale, dq_desc,
+    scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full,
+    q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr,
+    STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr, SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [from_block, to_block), both even: two at a time, so that the compiler knows whose turn it is."""
     for block in tl.range(from_block, to_block, 2):
         for turn in tl.static_range(2):
             dk, dv, q_count = _gradient_block(
-                dk, dv, q_count, block + turn, freeing, tile_end, fresh, tile_count, first_rows, last_rows,
-                score_scale, dq_desc, scratch, scratch_step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                dk, dv, q_count, block + turn, freeing, tile_end, tile_count, first_rows, last_rows,
+                score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                 HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, MASKED, turn,
                 False,
@@ -281,7 +282,6 @@ def _consume(
     HALF: tl.constexpr = RECORD_ROWS // 2
     UNIT: tl.constexpr = HALF * HEAD_DIM // SCRATCH_COLUMNS
     DV_BUF: tl.constexpr = half * (RECORD_ROWS // HEAD_DIM)
-    NEVER: tl.constexpr = 1 << 30
     tile_count = 0
     q_count = 0
     tile = tl.program_id(0)
@@ -296,23 +296,17 @@ def _consume(
             tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, num_tiles, heads, num_sequences, kv_rows
         )
         last = first_key
-        # Blocks from `fresh` on are stored, others added to.
-        fresh = NEVER
         if SHARED_QUERY:
             scratch = tl.program_id(0) * query_blocks_of_all * UNIT
-            step = UNIT
         else:
             place = tl.minimum(segment, num_sequences)
-            scratch = (stat_block(tl.load(q_offsets_ptr + place), place, 0, head, heads, HALF) // HALF * UNIT).to(
-                tl.int32
-            )
-            step = heads * UNIT
+            q_start = tl.load(q_offsets_ptr + place)
+            scratch = (scratch_block(q_start, place, n_q, head, heads) * UNIT).to(tl.int32)
             if segment < num_sequences:
                 last = _last_key_tile(first_key, n_q, n_kv, walk_rows, walk_keys, SHARED_QUERY)
-                stores = is_walked(n_q, n_kv, walk_rows, walk_keys)
-                if not HAS_LEFT:
-                    stores = stores | (first_tiles != 0)
-                fresh = tl.where(stores, 0, fresh)
+            if not HAS_LEFT:
+                # The tile that stores has the place's complement: one number fewer in registers than a flag.
+                scratch = tl.where(first_tiles != 0, ~scratch, scratch)
         for first in tl.range(first_key, last + 1, RECORD_ROWS):
             keys = first + half * HALF + tl.arange(0, HALF)
             begin, free_begin, free_end, paired, end = _paired_blocks(
@@ -329,28 +323,28 @@ def _consume(
                 tlx.barrier_wait(k_full[stage], k_phase)
                 if HAS_RIGHT:
                     dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, begin, free_begin, freeing, end, fresh, tile_count, first_rows,
-                        last_rows, score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        dk, dv, q_count, begin, free_begin, freeing, end, tile_count, first_rows,
+                        last_rows, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 dk, dv, q_count = _gradient_pairs(
-                    dk, dv, q_count, free_begin, free_end, freeing, end, fresh, tile_count, first_rows, last_rows,
-                    score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, first_rows, last_rows,
+                    score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                     delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                     DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False,
                 )  # fmt: skip
                 if HAS_LEFT:
                     dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, free_end, paired, freeing, end, fresh, tile_count, first_rows,
-                        last_rows, score_scale, dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        dk, dv, q_count, free_end, paired, freeing, end, tile_count, first_rows,
+                        last_rows, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 for block in tl.range(paired, end):
                     dk, dv, q_count = _gradient_block(
-                        dk, dv, q_count, block, freeing, end, fresh, tile_count, first_rows, last_rows, score_scale,
-                        dq_desc, scratch, step, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
+                        dk, dv, q_count, block, freeing, end, tile_count, first_rows, last_rows, score_scale,
+                        dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                         ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                         HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT,
                         HAS_LEFT or HAS_RIGHT, 0, True,
@@ -367,7 +361,7 @@ def _consume(
                 tlx.async_descriptor_store(dv_desc, dv_bufs[DV_BUF], [own, head * HEAD_DIM])
                 tlx.async_descriptor_store(dk_desc, dk_bufs[2 * stage + half], [own, head * HEAD_DIM])
                 tile_count += 1
-                fresh = tl.maximum(fresh, end)
+                scratch = scratch ^ (scratch >> 31)
             else:
                 row = (kv_start + keys) * (heads * HEAD_DIM) + head * HEAD_DIM
                 offset = row[:, None] + tl.arange(0, HEAD_DIM)[None, :]

@@ -2,7 +2,7 @@
 
 The scratch holds blocks of 64 query rows. Within a block the values stand in the order in which registers hold a matrix
 product's result, so that the fused kernel stages a block in shared memory without bank conflicts; nothing but these
-kernels looks inside. Blocks never straddle sequences: `stat_block` gives their place.
+kernels looks inside. Blocks never straddle sequences: `scratch_block` gives their place.
 """
 
 import triton
@@ -29,6 +29,12 @@ def in_row_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The inverse of `in_register_order`, of any shape, as (ROWS, COLUMNS)."""
     x = tl.reshape(x, (ROWS // 16, COLUMNS // 8, 8, 4, 2, 2))
     return tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def scratch_block(q_start, segment, n_q, head, heads):
+    """Place of the first of a sequence's and head's cdiv(n_q, 64) blocks, one after another."""
+    return (q_start // 64 + segment) * heads + head * tl.cdiv(n_q, 64)
 
 
 @triton.jit
@@ -73,15 +79,15 @@ def split_records(
         tl.store(rest_ptr + index * RECORD, -1, mask=(index >= rests) & (index < num_records))
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right", "walk_rows", "walk_keys"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
 def prepare_kernel(
     tiles_ptr, q_offsets_ptr, kv_offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, scratch_ptr,
-    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, walk_rows, walk_keys,
-    HEAD_DIM: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr,
+    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
 
-    CLEAR zeroes the scratch of sequences that are not walked. Grid: num_tiles; a program has the rows of one record and head.
+    CLEAR zeroes the blocks' scratch. Grid: num_tiles; a program has the rows of one record and head.
     """
     BLOCK: tl.constexpr = 64
     segment, head, first_row, n_q, n_kv, q_start = read_tile(
@@ -115,9 +121,9 @@ def prepare_kernel(
                 tl.store(stat_ptr + stat + lane, lse)
                 tl.store(delta_ptr + stat + lane, delta)
                 if CLEAR:
-                    if not is_walked(n_q, n_kv, walk_rows, walk_keys):
-                        block = stat * HEAD_DIM + lane[:, None] * HEAD_DIM + columns[None, :]
-                        tl.store(scratch_ptr + block, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
+                    block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
+                    values = block * (BLOCK * HEAD_DIM) + lane[:, None] * HEAD_DIM + columns[None, :]
+                    tl.store(scratch_ptr + values, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
@@ -136,11 +142,13 @@ def finish_kernel(
         for part in tl.static_range(RECORD_ROWS // BLOCK):
             rows = first_row + part * BLOCK + tl.arange(0, BLOCK)
             if first_row + part * BLOCK < n_q:
-                block = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK) * HEAD_DIM
+                block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
                 dq = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
                 if n_kv > 0:
                     dq = in_row_order(
-                        tl.load(scratch_ptr + block + tl.arange(0, BLOCK * HEAD_DIM)), BLOCK, HEAD_DIM
+                        tl.load(scratch_ptr + block * (BLOCK * HEAD_DIM) + tl.arange(0, BLOCK * HEAD_DIM)),
+                        BLOCK,
+                        HEAD_DIM,
                     )
                     dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
                 offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]

@@ -165,9 +165,7 @@ def describe_backward_kernel(
         _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
 
 
-@triton.jit(
-    do_not_specialize=["num_sequences", "statistics", "scratch_rows", "num_records", "walk_rows", "walk_keys"]
-)
+@triton.jit(do_not_specialize=["num_sequences", "statistics", "scratch_rows", "num_records", "walk_rows", "walk_keys"])
 def describe_fused_kernel(
     table,
     q_ptr,

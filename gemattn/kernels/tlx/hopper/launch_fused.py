@@ -141,11 +141,10 @@ def fused_backward(
             rows,
             *strides_of(dout),
             window[1],
-            *walk,
             HEAD_DIM=head_dim,
             HAS_DLSE=dlse is not None,
             HAS_RIGHT=has_right,
-            CLEAR=has_left and not (spec.shared_query or spec.deterministic),
+            CLEAR=has_left and not spec.shared_query,
             num_warps=4,
             num_stages=1,
         )
