@@ -36,7 +36,8 @@ def compile_kernels(*arguments):
     [
         (128, "none", ["forward", "query", "shared", "key"]),
         (64, "both", ["forward", "query", "shared", "key"]),
-        (128, "none", ["fused_shared"]),
+        (128, "none", ["fused", "fused_shared"]),
+        (128, "causal", ["fused"]),
         (128, "both", ["fused"]),
         (64, "both", ["fused", "fused_shared"]),
     ],

@@ -151,7 +151,7 @@ def _rows_from(first_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _gradient_block(
-    dk, dv, q_count, block, freeing, tile_end, tile_count, first_rows, last_rows, score_scale, dq_desc,
+    dk, dv, q_count, block, freeing, tile_end, tile_count, first_rows, width, score_scale, dq_desc,
     scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full,
     v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr,
@@ -178,7 +178,8 @@ def _gradient_block(
         if HAS_RIGHT:
             scores = tl.where(_rows_from(first_rows - block * HALF, HALF), scores, float("-inf"))
         if HAS_LEFT:
-            scores = tl.where(_rows_from(last_rows + 1 - block * HALF, HALF), float("-inf"), scores)
+            hidden = first_rows + (width + zero) - block * HALF
+            scores = tl.where(_rows_from(hidden, HALF), float("-inf"), scores)
     p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     if EARLY_DV:
         dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
@@ -237,7 +238,7 @@ def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _gradient_pairs(
-    dk, dv, q_count, from_block, to_block, freeing, tile_end, tile_count, first_rows, last_rows, score_scale, dq_desc,
+    dk, dv, q_count, from_block, to_block, freeing, tile_end, tile_count, first_rows, width, score_scale, dq_desc,
     scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full,
     q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr,
     STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr, SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -247,7 +248,7 @@ def _gradient_pairs(
     for block in tl.range(from_block, to_block, 2):
         for turn in tl.static_range(2):
             dk, dv, q_count = _gradient_block(
-                dk, dv, q_count, block + turn, freeing, tile_end, tile_count, first_rows, last_rows,
+                dk, dv, q_count, block + turn, freeing, tile_end, tile_count, first_rows, width,
                 score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                 HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, MASKED, turn,
@@ -315,21 +316,21 @@ def _consume(
             if (end > begin) & (segment < num_sequences):
                 dk = tl.zeros([HALF, HEAD_DIM], tl.float32)
                 dv = tl.zeros([HALF, HEAD_DIM], tl.float32)
-                # What a window leaves a key: rows from first_rows on, to last_rows.
+                # What a window leaves a key: `width` rows from first_rows on.
                 first_rows = keys - (n_kv - n_q) - window_right
-                last_rows = keys - (n_kv - n_q) + window_left
+                width = window_left + window_right + 1
                 freeing = tl.where(tile_count > 0, begin, -1)
                 stage, k_phase = ring(tile_count, STAGES_K)
                 tlx.barrier_wait(k_full[stage], k_phase)
                 if HAS_RIGHT:
                     dk, dv, q_count = _gradient_pairs(
                         dk, dv, q_count, begin, free_begin, freeing, end, tile_count, first_rows,
-                        last_rows, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 dk, dv, q_count = _gradient_pairs(
-                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, first_rows, last_rows,
+                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, first_rows, width,
                     score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                     delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                     DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False,
@@ -337,13 +338,13 @@ def _consume(
                 if HAS_LEFT:
                     dk, dv, q_count = _gradient_pairs(
                         dk, dv, q_count, free_end, paired, freeing, end, tile_count, first_rows,
-                        last_rows, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 for block in tl.range(paired, end):
                     dk, dv, q_count = _gradient_block(
-                        dk, dv, q_count, block, freeing, end, tile_count, first_rows, last_rows, score_scale,
+                        dk, dv, q_count, block, freeing, end, tile_count, first_rows, width, score_scale,
                         dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                         ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                         HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT,
