@@ -83,7 +83,7 @@ def fused_backward(
     else:
         scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
         programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
-        first, rest = torch.empty((2, *lists.kv_tiles.shape), dtype=torch.int32, device=query.device)
+        first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
         launches = [(first, True)] if spec.deterministic else [(first, True), (rest, False)]
     table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     q_tiles = lists.q_tiles.shape[0] * heads
