@@ -65,7 +65,12 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
         tile = launch.FORWARD[head_dim][kernel == "short"]
         options = {name.upper(): value for name, value in tile._asdict().items() if name != "num_stages"}
         return options | ({"BEGIN": 0, "END": -1} if kernel == "short" else {"BEGIN": -1, "END": 0})
-    fused_options = {name.upper(): value for name, value in fused._asdict().items()} | {"END": -1, "KEYS_ABOVE": -1}
+    fused_options = {
+        "STAGES_K": fused.stages_k,
+        "STAGES_Q": fused.stages_q,
+        "REGISTERS": fused.registers,
+        "EARLY_DV": fused.early_dv,
+    }
     return {
         "query": query_options(launch_split.QUERY[head_dim][0]),
         "query_short": query_options(launch_split.QUERY[head_dim][1]),
@@ -82,8 +87,8 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
             "HAS_DLSE": True,
             "BEGIN": launch_split.ONE_TILE_CLASS,
         },
-        "fused": fused_options | {"SHARED_QUERY": False, "WAIT_FOR_SUMS": False},
-        "fused_shared": fused_options | {"SHARED_QUERY": True, "WAIT_FOR_SUMS": fused.wait_for_sums},
+        "fused": fused_options | {"SHARED_QUERY": False},
+        "fused_shared": fused_options | {"SHARED_QUERY": True},
     }[kernel]
 
 
@@ -128,12 +133,13 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    # Loops over blocks; others branch back past a tile's start or end, where a fused kernel stores dk and dv.
+    # Loops over blocks; others branch back past a tile's start or end, where a fused kernel stores dk and dv: more than
+    # the stores that stand beside a sum, of which one is taken for a block's dq.
     loops = sorted(innermost_matrix_loops(sass), key=len)
     if kernel == "tile":  # straight through: the whole kernel in place of a loop
         loops = [[line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]]
     elif kernel.startswith("fused"):
-        loops = [loop for loop in loops if not any("UTMASTG" in line for line in loop)]
+        loops = [loop for loop in loops if count(loop, "UTMASTG") <= count(loop, "UTMAREDG")]
     else:
         loops = loops[:2]  # the shortest, one a consumer
     return {
@@ -146,13 +152,17 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         "setmaxnreg": compiled.asm["ptx"].count("setmaxnreg"),
         "loops": [
             {
-                "products": sum("HGMMA" in line for line in loop),
-                "waits": sum("WARPGROUP.DEPBAR" in line for line in loop),
-                "local": sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop),
+                "products": count(loop, "HGMMA"),
+                "waits": count(loop, "WARPGROUP.DEPBAR"),
+                "local": count(loop, "LDL") + count(loop, "STL"),
             }
             for loop in loops
         ],
     }
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(bool(re.search(rf"\b{instruction}\b", line)) for line in loop)
 
 
 def innermost_matrix_loops(sass: str) -> list[list[str]]:

@@ -1,8 +1,6 @@
 """What surrounds the fused Hopper backward, in Triton's interpreter: statistics, scratch and its order of values."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,10 @@ from gemattn.kernels import interpreter
 from gemattn.kernels.schedule import make_schedule
 
 triton = pytest.importorskip("triton")
+pytest.importorskip("triton.language.extra.tlx", reason="needs fbtriton, this triton has no TLX")
+from gemattn.kernels.tlx.hopper import backward_scratch  # noqa: E402 (where it can be imported)
 
-pytestmark = [
-    pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here"),
-    pytest.mark.skipif(
-        not Path(importlib.util.find_spec("triton").origin).parent.joinpath("language/extra/tlx").exists(),
-        reason="needs fbtriton, this triton has no TLX",
-    ),
-]
+pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here")
 
 HEADS, HEAD_DIM, SCALE = 2, 64, 0.5
 
@@ -40,14 +34,8 @@ def register_order(x):
     return x.flatten()[index]
 
 
-def scratch_of(x, pieces):
-    return torch.cat([register_order(piece) for piece in x.chunk(pieces, dim=1)])
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_statistics_and_scratch_of_own_queries(pieces):
-    from gemattn.kernels.tlx.hopper import backward_scratch
-
+@pytest.mark.parametrize("clear", [False, True])
+def test_statistics_and_scratch_of_own_queries(clear):
     q_lengths, kv_lengths = [0, 70, 0, 130, 3], [5, 60, 3, 0, 3]
     offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0) for x in (q_lengths, kv_lengths))
     slack, sequences = 70, len(q_lengths)
@@ -64,7 +52,7 @@ def test_statistics_and_scratch_of_own_queries(pieces):
     sizes = (grid, HEADS, sequences)
     backward_scratch.prepare_kernel[(grid,)](
         *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, rows, HEADS * HEAD_DIM, HEAD_DIM, 0,
-        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=True, END=-1,
+        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=clear, END=-1,
     )  # fmt: skip
 
     wanted = torch.zeros(rows, HEADS, HEAD_DIM)
@@ -84,28 +72,53 @@ def test_statistics_and_scratch_of_own_queries(pieces):
                     block_stat[:count], torch.where(sees, lse[head, rows_of[0]] / math.log(2), math.inf)
                 )
                 assert (block_stat[count:] == math.inf).all() and (block_delta[count:] == 0).all()
+                place = (int(offsets[sequence]) // 64 + sequence) * HEADS + head * -(-n_q // 64) + block
                 values = scratch[64 * HEAD_DIM * place : 64 * HEAD_DIM * (place + 1)]
-                assert (values == 0).all()
+                assert (values == 0).all() if clear else values.isnan().all()
                 x = torch.randn(64, HEAD_DIM)
-                values.copy_(scratch_of(x, pieces))
+                values.copy_(register_order(x))
                 wanted[rows_of] = SCALE * x[:count] * sees[:, None]
     dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
     backward_scratch.finish_kernel[(grid,)](
-        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces, HAS_RIGHT=True, END=-1
+        *lists, scratch, dq, *sizes, 0, SCALE, HEAD_DIM=HEAD_DIM, HAS_RIGHT=True, END=-1
     )
     assert torch.equal(dq, wanted)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_partial_sums_of_a_shared_query(pieces):
-    from gemattn.kernels.tlx.hopper import backward_scratch
-
+def test_partial_sums_of_a_shared_query():
     rows, chunks, blocks = 130, 3, 3
     x = torch.randn(chunks, HEADS, blocks, 64, HEAD_DIM)
-    scratch = torch.cat([scratch_of(block, pieces) for block in x.flatten(0, 2)])
+    scratch = torch.cat([register_order(block) for block in x.flatten(0, 2)])
     dq = torch.full((rows, HEADS, HEAD_DIM), math.nan)
-    backward_scratch.add_partials_kernel[(blocks * HEADS * 4 * pieces,)](
-        scratch, dq, HEADS, chunks, rows, SCALE, HEAD_DIM=HEAD_DIM, PIECES=pieces
+    backward_scratch.add_partials_kernel[(blocks * HEADS * 4,)](
+        scratch, dq, HEADS, chunks, rows, SCALE, HEAD_DIM=HEAD_DIM
     )
     wanted = SCALE * x.sum(0).flatten(1, 2)[:, :rows].transpose(0, 1)
     torch.testing.assert_close(dq, wanted, rtol=0, atol=1e-5)
+
+
+@triton.jit
+def split_kernel(
+    tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
+):  # fmt: skip
+    backward_scratch.split_records(
+        tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
+    )
+
+
+@pytest.mark.parametrize("keys_above", [-1, 200])
+@pytest.mark.parametrize("lengths", [[200, 0, 700, 5, 300] * 60, []], ids=["many", "none"])
+def test_lists_of_first_tiles_and_of_the_rest(lengths, keys_above):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    sequences, slack = len(lengths), 200
+    schedule = make_schedule(offsets, query_rows=sum(lengths) + slack)
+    records = schedule.kv_tiles
+    first, rest = torch.full((2, *records.shape), 77, dtype=torch.int32)
+    split_kernel[(1,)](records, first, rest, len(records), sequences, 300, 4096, keys_above)
+    used = [r for r in records.tolist() if r[0] >= 0 and (r[2] > keys_above if r[0] < sequences else keys_above < 0)]
+    wanted_first = [r for r in used if r[0] >= sequences or r[1] == 0]
+    wanted_rest = [r for r in used if r[0] < sequences and r[1] > 0 and lengths[r[0]] > 300]
+    assert len(wanted_first) == sum(n > max(keys_above, 0) for n in lengths) + (2 if keys_above < 0 else 0)
+    for found, wanted in ((first, wanted_first), (rest, wanted_rest)):
+        assert found[: len(wanted)].tolist() == wanted
+        assert (found[len(wanted) :, 0] == -1).all()

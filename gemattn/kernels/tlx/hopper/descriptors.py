@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import descriptor_slot, tlx
+from gemattn.kernels.tlx.hopper.backward_scratch import split_records
 from gemattn.kernels.tlx.hopper.common import first_seeing_row
 
 QUERY: tl.constexpr = tl.constexpr(0)
@@ -169,7 +170,17 @@ def describe_split_kernel(
         _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "statistics", "scratch_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences",
+        "statistics",
+        "scratch_rows",
+        "num_records",
+        "walk_rows",
+        "walk_keys",
+        "keys_above",
+    ]
+)
 def describe_fused_kernel(
     table,
     q_ptr,
@@ -181,6 +192,9 @@ def describe_fused_kernel(
     lse_ptr,
     delta_ptr,
     scratch_ptr,
+    tiles_ptr,
+    first_ptr,
+    rest_ptr,
     q_offsets_ptr,
     kv_offsets_ptr,
     q_row_stride,
@@ -195,6 +209,10 @@ def describe_fused_kernel(
     statistics,
     scratch_rows,
     window_right,
+    num_records,
+    walk_rows,
+    walk_keys,
+    keys_above,
     heads,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -204,7 +222,7 @@ def describe_fused_kernel(
     HAS_RIGHT: tl.constexpr,
 ):
     """Descriptors of the fused backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes
-    the others: lse, delta and the dq scratch.
+    the others: lse, delta and the dq scratch. Program B + 1, where there is one, splits the list of key tiles.
 
     Tensors: query, dout, key, value, dk, dv. Those of query and dout begin at the first row that sees a key: what comes
     in for the rows before arrives as zeros.
@@ -227,6 +245,10 @@ def describe_fused_kernel(
             strides=[SCRATCH_COLUMNS, tl.constexpr(1)],
             block_shape=[SCRATCH_BLOCK, SCRATCH_COLUMNS],
         )
+    elif sequence > num_sequences:
+        split_records(
+            tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
+        )  # fmt: skip
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)

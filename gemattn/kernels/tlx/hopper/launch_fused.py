@@ -26,22 +26,20 @@ class FusedTile(NamedTuple):
     """At least 2: a tile's keys are freed in the next tile."""
     stages_q: int
     registers: int
-    free_by_thread: bool = True
-    """Every thread frees a buffer for itself: no barrier among a consumer's warps."""
-    wait_for_sums: bool = True
-    """With a shared query, wait until a sum is in memory before the next one to the same place is started."""
-    early_dv: bool = True
+    early_dv: bool
     """Start dv before dp is there: more overlap, more registers."""
-    overlap_dq: bool = False
-    """Start dq before dv and dk are there."""
-    halves: bool = False
-    """A block's dq is half each consumer's, in step, instead of the consumers' in turns. D 128 only."""
+    walk_rows: int
+    """Sequences of at most so many queries and `walk_keys` keys are walked: every program has one, of one head, and its
+    rows and their dq, 8 D bytes a row, must stay in the cache from tile to tile."""
+    walk_keys: int
+    """A program must not have so many keys that others wait for it."""
 
 
 FUSED = {
-    64: FusedTile(2, 4, 240),
-    128: FusedTile(2, 2, 240, early_dv=False),
+    64: FusedTile(2, 4, 240, early_dv=True, walk_rows=512, walk_keys=4096),
+    128: FusedTile(2, 2, 240, early_dv=False, walk_rows=256, walk_keys=4096),
 }
+_ALL = 2**31 - 1
 
 
 def fused_backward(
@@ -56,19 +54,20 @@ def fused_backward(
     lists: Schedule,
     spec: AttentionSpec,
     *,
-    self_attention: bool = False,
     last_class: int = -1,
     tile: FusedTile | None = None,
 ) -> None:
     """Write the rows of `gradients` of sequences up to `last_class`; of all and of slack where that is -1. G = H.
 
-    Tensors are such that TMA can describe them. With a shared query deterministic, else dq is not.
+    Tensors are such that TMA can describe them. Deterministic with a shared query and where `spec` asks for it: every
+    sequence is walked then.
     """
     dq, dk, dv = gradients
     heads, head_dim = query.shape[1:]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
     tile = tile or FUSED[head_dim]
+    walk = (_ALL, _ALL) if spec.deterministic else (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
     window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
     statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
@@ -81,13 +80,16 @@ def fused_backward(
         blocks = chunks * heads * query_blocks
         scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=query.device)
         programs = chunks * heads
+        first = rest = lists.kv_tiles
+        launches = [(lists.kv_tiles, False)]
     else:
         scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
         programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
-    pieces = 2 if tile.halves else 1
+        first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
+        launches = [(first, True)] if spec.deterministic else [(first, True), (rest, False)]
     table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     q_tiles = lists.q_tiles.shape[0] * heads
-    describe_fused_kernel[(sequences + 1,)](
+    describe_fused_kernel[(sequences + (1 if spec.shared_query else 2),)](
         table,
         query,
         dout,
@@ -98,6 +100,9 @@ def fused_backward(
         stat,
         delta,
         scratch,
+        lists.kv_tiles,
+        first,
+        rest,
         lists.q_offsets,
         lists.kv_offsets,
         *strides_of(query),
@@ -108,10 +113,13 @@ def fused_backward(
         statistics,
         max(1, scratch.numel() // _COLUMNS),
         window[1],
+        lists.kv_tiles.shape[0],
+        *walk,
+        -1 if last_class < 0 else LENGTH_CLASSES[last_class],
         heads,
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK,
-        SCRATCH_BLOCK=_BLOCK * head_dim // pieces // _COLUMNS,
+        SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
         SCRATCH_COLUMNS=_COLUMNS,
         SHARED_QUERY=spec.shared_query,
         HAS_RIGHT=has_right,
@@ -137,44 +145,40 @@ def fused_backward(
         HEAD_DIM=head_dim,
         HAS_DLSE=dlse is not None,
         HAS_RIGHT=has_right,
-        CLEAR=not spec.shared_query,
+        CLEAR=has_left and not spec.shared_query,
         END=last_class,
         num_warps=4,
         num_stages=1,
     )
-    fused_gradient_kernel[(programs,)](
-        table,
-        lists.kv_tiles,
-        lists.kv_longer,
-        lists.q_offsets,
-        lists.kv_offsets,
-        dk,
-        dv,
-        lists.kv_tiles.shape[0] * heads,
-        heads,
-        sequences,
-        query_blocks,
-        *(strides_of(x)[1] for x in (query, key, value, dout)),
-        *window,
-        spec.scale,
-        spec.scale * math.log2(math.e),
-        HEAD_DIM=head_dim,
-        STAGES_K=tile.stages_k,
-        STAGES_Q=tile.stages_q,
-        SHARED_QUERY=spec.shared_query,
-        HAS_LEFT=has_left,
-        HAS_RIGHT=has_right,
-        REGISTERS=tile.registers,
-        FREE_BY_THREAD=tile.free_by_thread,
-        WAIT_FOR_SUMS=tile.wait_for_sums and spec.shared_query,
-        EARLY_DV=tile.early_dv,
-        OVERLAP_DQ=tile.overlap_dq,
-        HALVES=tile.halves,
-        END=last_class if self_attention else -1,
-        KEYS_ABOVE=-1 if last_class < 0 else LENGTH_CLASSES[last_class],
-        num_warps=4,
-        num_stages=1,
-    )
+    for tiles, first_tiles in launches:
+        fused_gradient_kernel[(programs,)](
+            table,
+            tiles,
+            lists.q_offsets,
+            lists.kv_offsets,
+            dk,
+            dv,
+            tiles.shape[0] * heads,
+            heads,
+            sequences,
+            query_blocks,
+            int(first_tiles),
+            *(strides_of(x)[1] for x in (query, key, value, dout)),
+            *window,
+            *walk,
+            spec.scale,
+            spec.scale * math.log2(math.e),
+            HEAD_DIM=head_dim,
+            STAGES_K=tile.stages_k,
+            STAGES_Q=tile.stages_q,
+            EARLY_DV=tile.early_dv,
+            SHARED_QUERY=spec.shared_query,
+            HAS_LEFT=has_left,
+            HAS_RIGHT=has_right,
+            REGISTERS=tile.registers,
+            num_warps=4,
+            num_stages=1,
+        )
     if not spec.shared_query:
         finish_kernel[(q_tiles,)](
             lists.q_tiles,
@@ -188,14 +192,13 @@ def fused_backward(
             window[1],
             spec.scale,
             HEAD_DIM=head_dim,
-            PIECES=pieces,
             HAS_RIGHT=has_right,
             END=last_class,
             num_warps=4,
             num_stages=1,
         )
     elif query_blocks:
-        add_partials_kernel[(query_blocks * heads * 4 * pieces,)](
+        add_partials_kernel[(query_blocks * heads * 4,)](
             scratch,
             dq,
             heads,
@@ -203,7 +206,6 @@ def fused_backward(
             query.shape[0],
             spec.scale,
             HEAD_DIM=head_dim,
-            PIECES=pieces,
             num_warps=4,
             num_stages=1,
         )
