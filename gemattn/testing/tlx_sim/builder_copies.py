@@ -147,6 +147,8 @@ class CopyBuilder(BarrierBuilder):
         waited = re.search(r"cp\.async\.bulk\.wait_group(\.read)? (\d+)", text)
         if waited is None:
             return super().create_inline_asm(text, constraints, values, types, pure, pack)
+        if "@p" in text and not int(scalar(values[0])):  # the first operand is the predicate
+            return InlineResult(Handle(np.zeros(1, np.int32), tl.int32))
         self.create_async_TMA_store_wait(int(waited[2]))
         if not waited[1]:  # not only read, but written
             machine = self.machine
