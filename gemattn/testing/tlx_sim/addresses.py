@@ -38,7 +38,7 @@ class Addresses:
 
     def check(self, pointers: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
         """Raise MemoryFault unless all elements that `mask` picks lie inside some tensor."""
-        picked = pointers[np.broadcast_to(mask.astype(np.bool_), pointers.shape)]
+        picked = pointers[np.broadcast_to(np.asarray(mask).astype(np.bool_), pointers.shape)]
         if not picked.size:
             return
         places = np.searchsorted(self._starts, picked, side="right") - 1
