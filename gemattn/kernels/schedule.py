@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 """Rows of one record. Kernels with smaller tiles split a record, so one schedule serves every kernel."""
 
-LENGTH_CLASSES = (256, 128)
+LENGTH_CLASSES = (512, 256, 128)
 """Lengths at which kernels change their tiles: what a sequence gets depends on its own lengths alone."""
 
 
@@ -38,9 +38,9 @@ class Schedule(NamedTuple):
     kv_tiles: Tensor
     """(key rows // BLOCK + B + 2, 4) int32 records over the rows of key and value."""
     q_longer: Tensor
-    """(2,) int32: how many records of ``q_tiles``, the first ones, have more work than each of LENGTH_CLASSES."""
+    """(3,) int32: how many records of ``q_tiles``, the first ones, have more work than each of LENGTH_CLASSES."""
     kv_longer: Tensor
-    """(2,) int32: the same for ``kv_tiles``."""
+    """(3,) int32: the same for ``kv_tiles``."""
 
     def check(
         self, *, sequences: int, query_rows: int, key_rows: int, shared_query: bool, device: torch.device

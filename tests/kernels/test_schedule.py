@@ -78,11 +78,11 @@ def test_most_work_first_and_slack_last():
         [5, 0, 10, 0],
     ]
     assert schedule.q_tiles[8:].eq(torch.tensor([-1, 0, 0, 0])).all()
-    assert schedule.q_longer.tolist() == [3, 3]
+    assert schedule.q_longer.tolist() == [0, 3, 3]
     # By the queries that a key row meets.
     order = [1, 3, 3, 3, 3, 0, 0, 0, 0]
     assert schedule.kv_tiles[:9, 0].tolist() == order
-    assert schedule.kv_longer.tolist() == [1, 5]
+    assert schedule.kv_longer.tolist() == [0, 1, 5]
     assert covered_rows(schedule.kv_tiles, kv_offsets.tolist(), 1020).eq(1).all()
 
 
@@ -102,13 +102,13 @@ def test_shared_query():
     assert schedule.q_tiles[:, :2].tolist() == [[2, 0], [2, 1], [0, 0], [0, 1], [1, 0], [1, 1], [-1, 0], [-1, 0]]
     assert schedule.q_tiles[:, 2:].tolist() == [[130, 200]] * 2 + [[130, 3]] * 2 + [[130, 0]] * 2 + [[0, 0]] * 2
     assert schedule.kv_tiles[:4].tolist() == [[0, 0, 3, 130], [2, 0, 200, 130], [2, 1, 200, 130], [4, 0, 7, 0]]
-    assert schedule.q_longer.tolist() == [0, 2] and schedule.kv_longer.tolist() == [0, 3]
+    assert schedule.q_longer.tolist() == [0, 0, 2] and schedule.kv_longer.tolist() == [0, 0, 3]
 
 
 def test_length_classes_end_at_their_lengths():
-    lengths = [128, 257, 129, 256, 1, 0]
+    lengths = [128, 257, 129, 256, 1, 0, 512, 513]
     schedule = make_schedule(offsets_of(lengths), query_rows=sum(lengths))
-    assert schedule.q_longer.tolist() == [3, 3 + 2 + 2]
+    assert schedule.q_longer.tolist() == [5, 5 + 4 + 3, 5 + 4 + 3 + 2 + 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

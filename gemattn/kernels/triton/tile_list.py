@@ -122,8 +122,8 @@ def _build(
         last = tl.maximum(own_carry, first)
     if program == 0:
         tl.store(starts_ptr + num_sequences, last)
-        for position in tl.static_range(2):
-            longer = tl.where(classes < _CLASSES - 2 * (8 - position), total, 0)  # LENGTH_CLASSES: 2 ** 8, 2 ** 7
+        for position in tl.static_range(3):  # LENGTH_CLASSES: 2 ** 9, 2 ** 8, 2 ** 7
+            longer = tl.where(classes < _CLASSES - 2 * (9 - position), total, 0)
             tl.store(longer_ptr + position, tl.sum(longer, 0))
     leading = ((first + (BLOCK - 1)) // BLOCK).to(tl.int32)
     trailing = ((own_rows - last + (BLOCK - 1)) // BLOCK).to(tl.int32)
@@ -194,7 +194,7 @@ def tile_lists(
     q_tiles = torch.empty((num_q_records, 4), dtype=torch.int32, device=device)
     kv_starts = torch.empty_like(q_starts)
     kv_tiles = torch.empty((num_kv_records, 4), dtype=torch.int32, device=device)
-    q_longer = torch.empty(2, dtype=torch.int32, device=device)
+    q_longer = torch.empty(3, dtype=torch.int32, device=device)
     kv_longer = torch.empty_like(q_longer)
     kv_offsets = kv_offsets.contiguous()
     shared = q_offsets is None

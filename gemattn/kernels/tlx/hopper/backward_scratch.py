@@ -87,45 +87,46 @@ def prepare_kernel(
 ):  # fmt: skip
     """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
 
-    CLEAR zeroes the blocks' scratch. Grid: num_tiles; a program has the rows of one record and head,
-    of the records up to length class END.
+    CLEAR zeroes the blocks' scratch. Any grid; a tile is the
+    rows of one record and head, of the records up to length class END.
     """
     BLOCK: tl.constexpr = 64
     _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
-    segment, head, first_row, n_q, n_kv, q_start = read_tile(
-        tiles_ptr, offsets_ptr, tl.program_id(0), num_tiles, heads, num_sequences
-    )
-    head = head.to(tl.int64)
-    if (segment >= 0) & (segment < num_sequences):
-        columns = tl.arange(0, HEAD_DIM)
-        seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-        for part in tl.static_range(RECORD_ROWS // BLOCK):
-            lane = tl.arange(0, BLOCK)
-            rows = first_row + part * BLOCK + lane
-            if first_row + part * BLOCK < n_q:
-                takes_part = (rows >= seeing) & (rows < n_q)
-                place = q_start + rows
-                out = tl.load(
-                    out_ptr + (place * heads + head)[:, None] * HEAD_DIM + columns[None, :],
-                    mask=takes_part[:, None],
-                    other=0.0,
-                )
-                dout = tl.load(
-                    dout_ptr + (place * do_row_stride + head * do_head_stride)[:, None] + columns[None, :],
-                    mask=takes_part[:, None],
-                    other=0.0,
-                )
-                delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-                lse = tl.load(lse_ptr + head * out_rows + place, mask=takes_part, other=float("inf")) * LOG2E
-                if HAS_DLSE:
-                    delta -= tl.load(dlse_ptr + head * out_rows + place, mask=takes_part, other=0.0)
-                stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
-                tl.store(stat_ptr + stat + lane, lse)
-                tl.store(delta_ptr + stat + lane, delta)
-                if CLEAR:
-                    block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
-                    values = block * (BLOCK * HEAD_DIM) + lane[:, None] * HEAD_DIM + columns[None, :]
-                    tl.store(scratch_ptr + values, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        segment, head, first_row, n_q, n_kv, q_start = read_tile(
+            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+        )
+        head = head.to(tl.int64)
+        if (segment >= 0) & (segment < num_sequences):
+            columns = tl.arange(0, HEAD_DIM)
+            seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
+            for part in tl.static_range(RECORD_ROWS // BLOCK):
+                lane = tl.arange(0, BLOCK)
+                rows = first_row + part * BLOCK + lane
+                if first_row + part * BLOCK < n_q:
+                    takes_part = (rows >= seeing) & (rows < n_q)
+                    place = q_start + rows
+                    out = tl.load(
+                        out_ptr + (place * heads + head)[:, None] * HEAD_DIM + columns[None, :],
+                        mask=takes_part[:, None],
+                        other=0.0,
+                    )
+                    dout = tl.load(
+                        dout_ptr + (place * do_row_stride + head * do_head_stride)[:, None] + columns[None, :],
+                        mask=takes_part[:, None],
+                        other=0.0,
+                    )
+                    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+                    lse = tl.load(lse_ptr + head * out_rows + place, mask=takes_part, other=float("inf")) * LOG2E
+                    if HAS_DLSE:
+                        delta -= tl.load(dlse_ptr + head * out_rows + place, mask=takes_part, other=0.0)
+                    stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
+                    tl.store(stat_ptr + stat + lane, lse)
+                    tl.store(delta_ptr + stat + lane, delta)
+                    if CLEAR:
+                        block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
+                        values = block * (BLOCK * HEAD_DIM) + lane[:, None] * HEAD_DIM + columns[None, :]
+                        tl.store(scratch_ptr + values, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "window_right"])
@@ -133,30 +134,31 @@ def finish_kernel(
     tiles_ptr, longer_ptr, offsets_ptr, scratch_ptr, dq_ptr, num_tiles, heads, num_sequences, window_right,
     scale, HEAD_DIM: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
-    """dq (out_rows, H, D) = scale * scratch, slack rows 0. Grid: num_tiles; a program has one record and head, of
-    the records up to length class END."""
+    """dq (out_rows, H, D) = scale * scratch, slack rows 0. Any grid; a tile is the rows of one record and
+    head, of the records up to length class END."""
     BLOCK: tl.constexpr = 64
     _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
-    segment, head, first_row, n_q, n_kv, q_start = read_tile(
-        tiles_ptr, offsets_ptr, tl.program_id(0), num_tiles, heads, num_sequences
-    )
-    head = head.to(tl.int64)
-    if segment >= 0:
-        seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-        for part in tl.static_range(RECORD_ROWS // BLOCK):
-            rows = first_row + part * BLOCK + tl.arange(0, BLOCK)
-            if first_row + part * BLOCK < n_q:
-                block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
-                dq = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-                if n_kv > 0:
-                    dq = in_row_order(
-                        tl.load(scratch_ptr + block * (BLOCK * HEAD_DIM) + tl.arange(0, BLOCK * HEAD_DIM)),
-                        BLOCK,
-                        HEAD_DIM,
-                    )
-                    dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
-                offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-                tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        segment, head, first_row, n_q, n_kv, q_start = read_tile(
+            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+        )
+        head = head.to(tl.int64)
+        if segment >= 0:
+            seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
+            for part in tl.static_range(RECORD_ROWS // BLOCK):
+                rows = first_row + part * BLOCK + tl.arange(0, BLOCK)
+                if first_row + part * BLOCK < n_q:
+                    block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
+                    dq = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+                    if n_kv > 0:
+                        dq = in_row_order(
+                            tl.load(scratch_ptr + block * (BLOCK * HEAD_DIM) + tl.arange(0, BLOCK * HEAD_DIM)),
+                            BLOCK,
+                            HEAD_DIM,
+                        )
+                        dq = tl.where((rows >= seeing)[:, None], dq * scale, 0.0)
+                    offset = ((q_start + rows) * heads + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                    tl.store(dq_ptr + offset, dq.to(dq_ptr.dtype.element_ty), mask=(rows < n_q)[:, None])
 
 
 @triton.jit(do_not_specialize=["chunks", "shared_rows"])

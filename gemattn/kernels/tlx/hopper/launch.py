@@ -18,7 +18,7 @@ from gemattn.kernels.tlx.hopper.host import (
     strides_of,
 )
 from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
-from gemattn.kernels.tlx.hopper.launch_split import split_backward
+from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 
@@ -40,10 +40,10 @@ FORWARD = {
     64: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
     128: (ForwardTile(128, 2, 2, num_stages=3), ForwardTile(64, 2, 4)),
 }
-"""By head size: for sequences of more keys than LENGTH_CLASSES[0], and for the others."""
+"""By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
 
 
-FUSED_CLASS = LENGTH_CLASSES.index(256)
+FUSED_CLASS = LENGTH_CLASSES.index(512)
 """Sequences of more keys than this take the fused backward, unless the call asks for determinism."""
 
 
@@ -88,13 +88,13 @@ def forward(
                 kv_heads,
                 HEAD_DIM=head_dim,
                 BLOCK_M=64,
-                LONGER=LENGTH_CLASSES[0],
+                LONGER=LENGTH_CLASSES[SHORT_CLASS],
                 BLOCK_N=tiles[0].block_n,
                 SHORT_BLOCK_N=tiles[1].block_n,
                 SHARED_QUERY=spec.shared_query,
                 num_warps=1,
             )
-        for tile, (begin, end) in zip(tiles, ((-1, 0), (0, -1)), strict=True):
+        for tile, (begin, end) in zip(tiles, ((-1, SHORT_CLASS), (SHORT_CLASS, -1)), strict=True):
             forward_kernel[grid](
                 table,
                 lists.q_tiles,

@@ -89,6 +89,7 @@ def fused_backward(
         launches = [(first, True)] if spec.deterministic else [(first, True), (rest, False)]
     table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     q_tiles = lists.q_tiles.shape[0] * heads
+    passes = min(q_tiles, 16 * multiprocessors(query.device))
     describe_fused_kernel[(sequences + (1 if spec.shared_query else 2),)](
         table,
         query,
@@ -125,7 +126,7 @@ def fused_backward(
         HAS_RIGHT=has_right,
         num_warps=1,
     )
-    prepare_kernel[(q_tiles,)](
+    prepare_kernel[(passes,)](
         lists.q_tiles,
         lists.q_longer,
         lists.q_offsets,
@@ -180,7 +181,7 @@ def fused_backward(
             num_stages=1,
         )
     if not spec.shared_query:
-        finish_kernel[(q_tiles,)](
+        finish_kernel[(passes,)](
             lists.q_tiles,
             lists.q_longer,
             lists.q_offsets,

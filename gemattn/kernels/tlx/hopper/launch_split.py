@@ -34,10 +34,12 @@ QUERY = {
     64: (QueryTile(128, 2, 3), QueryTile(64, 2, 4)),
     128: (QueryTile(128, 1, 2), QueryTile(64, 2, 2)),
 }
-"""By head size: for sequences of more keys than LENGTH_CLASSES[0], and for the others."""
+"""By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
 KEY = {64: KeyTile(2, 4), 128: KeyTile(2, 3)}
 REGISTERS = 240
 ONE_TILE_STAGES = {64: 2, 128: 1}
+SHORT_CLASS = LENGTH_CLASSES.index(256)
+"""Sequences of more keys than this come in blocks of 128 keys, the others in blocks of 64."""
 ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 """In self-attention, sequences of this class on take the kernel that keeps a whole sequence in one tile."""
 _NO_LIMIT = 2**31 - 1
@@ -115,15 +117,13 @@ def split_backward(
         heads,
         HEAD_DIM=head_dim,
         BLOCK_M=64,
-        LONGER=LENGTH_CLASSES[0],
+        LONGER=LENGTH_CLASSES[SHORT_CLASS],
         BLOCK_N=tiles[0].block_n,
         SHORT_BLOCK_N=tiles[1].block_n,
         HAS_RIGHT=has_right,
         num_warps=1,
     )
-    for tile, (begin, end) in zip(tiles, ((-1, 0), (0, last_class)), strict=True):
-        if begin < first_class:
-            continue
+    for tile, (begin, end) in zip(tiles, ((first_class, SHORT_CLASS), (SHORT_CLASS, last_class)), strict=True):
         query_gradient_kernel[(min(q_tiles, processors),)](
             table,
             lists.q_tiles,
