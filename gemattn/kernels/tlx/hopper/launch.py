@@ -44,7 +44,7 @@ FORWARD = {
 
 
 FUSED_CLASS = LENGTH_CLASSES.index(512)
-"""Sequences of more keys than this take the fused backward, unless the call asks for determinism."""
+"""Sequences of more keys than this take the fused backward, unless the call has a mask or asks for determinism."""
 
 
 def forward(
@@ -155,7 +155,7 @@ def backward(
     with torch.cuda.device_of(query):
         if spec.shared_query:
             fused_backward(*tensors)
-        elif spec.deterministic:
+        elif spec.deterministic or spec.masked:
             split_backward(*tensors, self_attention=self_attention)
         else:
             fused_backward(*tensors, last_class=FUSED_CLASS)
