@@ -19,6 +19,8 @@ from gemattn.spec import AttentionSpec
 
 _COUNTER = "torch.utils.flop_counter"
 _waiting: list[str] = []
+_WINDOW = slice(-5, -3)
+"""Where the operators have (window_left, window_right): the first two of the five fields of an `AttentionSpec`."""
 
 
 def register(impl: str) -> None:
@@ -75,13 +77,13 @@ def _register_now(impl: str) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}"), get_raw=True)
-    def forward_flops(query, key, value, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__):  # type: ignore[no-untyped-def]
-        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
+    def forward_flops(query, key, value, q_offsets, kv_offsets, *others, out_val=None, **_):  # type: ignore[no-untyped-def]
+        pairs = _pairs(query, key, q_offsets, kv_offsets, others[_WINDOW])
         return 4 * query.shape[1] * query.shape[2] * pairs
 
     @register_flop_formula(getattr(torch.ops.gemattn, f"jagged_attention_{impl}_backward"), get_raw=True)
     def backward_flops(  # type: ignore[no-untyped-def]
-        dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, left, right, *_, out_val=None, **__
+        dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, *others, out_val=None, **_
     ):
-        pairs = _pairs(query, key, q_offsets, kv_offsets, (left, right))
+        pairs = _pairs(query, key, q_offsets, kv_offsets, others[_WINDOW])
         return 10 * query.shape[1] * query.shape[2] * pairs

@@ -23,6 +23,16 @@ def _module(impl: str) -> ModuleType:
     return importlib.import_module(_MODULES[impl])
 
 
+_NO_SCHEDULE = (None,) * 6
+"""A `Schedule` comes tensor by tensor: a list takes PyTorch's dispatcher nearly twice the time."""
+_OPTIONS = 5
+"""Fields of an `AttentionSpec`, the last arguments."""
+
+
+def _listed(*schedule: Tensor | None) -> list[Tensor]:
+    return [x for x in schedule if x is not None]
+
+
 def _fake_out(query: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor) -> tuple[Tensor, Tensor]:
     rows = query.shape[0] if q_offsets is not None else query.shape[0] * (kv_offsets.shape[0] - 1)
     out = query.new_empty(rows, query.shape[1], query.shape[2])
@@ -41,7 +51,12 @@ def _register(impl: str) -> tuple[Any, Any]:
         value: Tensor,
         q_offsets: Tensor | None,
         kv_offsets: Tensor,
-        schedule: Sequence[Tensor],
+        q_starts: Tensor | None,
+        kv_starts: Tensor | None,
+        q_tiles: Tensor | None,
+        kv_tiles: Tensor | None,
+        q_longer: Tensor | None,
+        kv_longer: Tensor | None,
         window_left: int,
         window_right: int,
         scale: float,
@@ -50,7 +65,8 @@ def _register(impl: str) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with torch.autocast(query.device.type, enabled=False):  # dtypes are settled: `gemattn.attention` has cast
-            return _module(impl).forward(query, key, value, q_offsets, kv_offsets, list(schedule), spec)
+            schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
+            return _module(impl).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
 
     @forward.register_fake
     def _(query, key, value, q_offsets, kv_offsets, *_):  # type: ignore[no-untyped-def]
@@ -67,7 +83,12 @@ def _register(impl: str) -> tuple[Any, Any]:
         lse: Tensor,
         q_offsets: Tensor | None,
         kv_offsets: Tensor,
-        schedule: Sequence[Tensor],
+        q_starts: Tensor | None,
+        kv_starts: Tensor | None,
+        q_tiles: Tensor | None,
+        kv_tiles: Tensor | None,
+        q_longer: Tensor | None,
+        kv_longer: Tensor | None,
         window_left: int,
         window_right: int,
         scale: float,
@@ -76,8 +97,9 @@ def _register(impl: str) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with torch.autocast(query.device.type, enabled=False):
+            schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
             return _module(impl).backward(
-                dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, list(schedule), spec
+                dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, spec
             )
 
     @backward.register_fake
@@ -85,17 +107,17 @@ def _register(impl: str) -> tuple[Any, Any]:
         return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, q_offsets, kv_offsets, schedule, *options = inputs
+        query, key, value, *others = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *output, q_offsets, kv_offsets, *schedule)
-        ctx.options = options
+        ctx.save_for_backward(query, key, value, *output, *others[:-_OPTIONS])
+        ctx.options = others[-_OPTIONS:]
 
     def call_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, out, lse, q_offsets, kv_offsets, *schedule = ctx.saved_tensors
+        query, key, value, out, lse, *others = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        grads = backward(dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, *ctx.options)
-        return (*grads, None, None, [None] * len(schedule), None, None, None, None, None)
+        grads = backward(dout, dlse, query, key, value, out, lse, *others, *ctx.options)
+        return (*grads, *[None] * (len(others) + _OPTIONS))
 
     forward.register_autograd(call_backward, setup_context=setup_context)
     flops.register(impl)
@@ -135,16 +157,16 @@ def _register_double_backward(backward: Any) -> None:
         return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dout, lse, query, key, value))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        dout, dlse, query, key, value, _out, lse, q_offsets, kv_offsets, schedule, *options = inputs
+        dout, dlse, query, key, value, _out, lse, q_offsets, kv_offsets, *others = inputs
         ctx.save_for_backward(dout, dlse, query, key, value, lse, q_offsets, kv_offsets)
-        ctx.tensors = len(schedule)
-        ctx.options = options
+        ctx.without_gradient = 2 + len(others)
+        ctx.options = others[-_OPTIONS:]
 
     def call(ctx: Any, ddq: Tensor, ddk: Tensor, ddv: Tensor) -> tuple[Any, ...]:
         g_dout, g_dlse, g_q, g_k, g_v = double_backward(ddq, ddk, ddv, *ctx.saved_tensors, *ctx.options)
         g_dlse = g_dlse if ctx.saved_tensors[1] is not None else None
         # out and lse are functions of query, key and value: through those their share is counted already.
-        return (g_dout, g_dlse, g_q, g_k, g_v, None, None, None, None, [None] * ctx.tensors, *[None] * 5)
+        return (g_dout, g_dlse, g_q, g_k, g_v, None, None, *[None] * ctx.without_gradient)
 
     backward.register_autograd(call, setup_context=setup_context)
 
@@ -170,7 +192,7 @@ def call(
         value,
         q_offsets,
         kv_offsets,
-        schedule,
+        *(schedule or _NO_SCHEDULE),
         spec.window_left,
         spec.window_right,
         spec.scale,

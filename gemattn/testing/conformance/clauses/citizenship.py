@@ -27,7 +27,7 @@ def opcheck(subject: Subject, kind: str) -> None:
     schedule = make_schedule(inputs.q_offsets, inputs.kv_offsets, shared_query=inputs.shared_query, **rows)
     kv_offsets, *tiles = (x.clone() for x in (inputs.kv_offsets, *schedule))  # no two arguments are one tensor here
     options = (-1, 0, 0.25, inputs.shared_query, False)
-    args = (*_leaves(inputs), inputs.q_offsets, kv_offsets, tiles, *options)
+    args = (*_leaves(inputs), inputs.q_offsets, kv_offsets, *tiles, *options)
     subject.function(
         *_leaves(inputs), inputs.q_offsets, kv_offsets, shared_query=inputs.shared_query
     )  # supported at all?
