@@ -16,7 +16,7 @@ def _forward_args(inputs, left=-1, right=-1):
         *(x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)),
         inputs.q_offsets,
         inputs.kv_offsets.clone(),
-        [],
+        *[None] * 6,  # no schedule
         left,
         right,
         0.25,
