@@ -20,6 +20,10 @@ _KERNELS = ("tlx", "triton")
 """In the order of preference of "auto" on CUDA tensors."""
 
 
+simulated: tuple[int, int] | None = None
+"""Compute capability of the chip that CPU tensors are simulated on; `gemattn.testing.tlx_sim.simulate` sets it."""
+
+
 class UnsupportedError(NotImplementedError):
     """A named implementation cannot take the call; the message lists every reason."""
 
@@ -65,10 +69,13 @@ def _tlx_installed() -> bool:
 def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
     if os.environ.get("GEMATTN_DISABLE_TLX") == "1":
         return ["GEMATTN_DISABLE_TLX=1 is set"]
-    if query.device.type != "cuda":
+    if query.device.type != "cuda" and simulated is None:
         return [f"runs on CUDA tensors, not on {query.device.type}"]
     reasons = []
-    major, minor = _capability(torch.cuda.current_device() if query.device.index is None else query.device.index)
+    if simulated is None:
+        major, minor = _capability(torch.cuda.current_device() if query.device.index is None else query.device.index)
+    else:
+        major, minor = simulated
     if (major, minor) != (9, 0):
         reasons.append(f"needs compute capability 9.0 (Hopper), this GPU has {major}.{minor}")
     if not _tlx_installed():

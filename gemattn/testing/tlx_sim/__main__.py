@@ -1,0 +1,130 @@
+"""The long runs: every scenario under many seeds, the mutation score, and cases against a GPU.
+
+python -m gemattn.testing.tlx_sim seeds --seeds 50
+python -m gemattn.testing.tlx_sim mutants --schedules 50
+python -m gemattn.testing.tlx_sim cases --device cuda --save h200.pt     (on a GPU)
+python -m gemattn.testing.tlx_sim cases --compare h200.pt                (simulated)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from gemattn.testing.tlx_sim import cases, score, tutorials
+from gemattn.testing.tlx_sim.scenarios import SCENARIOS
+
+FILES = {
+    "own": ("hopper", score.own_files),
+    "hopper tutorial": ("tutorial hopper", lambda: [tutorials.load(tutorials.HOPPER).__file__ or ""]),
+    "blackwell tutorial": ("tutorial blackwell", lambda: [tutorials.load(tutorials.BLACKWELL).__file__ or ""]),
+}
+"""Sources to mutate: which scenarios run them (by how their names begin), and where they are."""
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path.cwd())
+    return found.stdout.strip() or "unknown"
+
+
+def seeds(arguments: argparse.Namespace) -> bool:
+    """Every scenario under every seed; whether nothing was found."""
+    good = True
+    for name in SCENARIOS:
+        if not name.startswith(tuple(arguments.scenario)):
+            continue
+        outcomes = score.many(name, range(arguments.seeds))
+        bad = [(seed, text) for seed, o in enumerate(outcomes) for text in score.harmful(name, o)]
+        known = {text for o in outcomes for text in o.findings} - {text for _, text in bad}
+        seconds = sum(o.seconds for o in outcomes) / len(outcomes)
+        _tell(
+            f"{name}: {len(outcomes)} seeds, {len({s for s, _ in bad})} bad, {seconds:.1f} s of processor time a seed"
+        )
+        for seed, text in bad[:5]:
+            _tell(f"    seed {seed}: {text}")
+        for text in sorted(known):
+            _tell(f"    known: {text}")
+        good = good and not bad
+    return good
+
+
+def mutants(arguments: argparse.Namespace) -> bool:
+    """The mutation score of each set of sources; whether every mutant was caught."""
+    all_caught = True
+    for which in arguments.sources:
+        prefix, files = FILES[which]
+        names = [name for name in SCENARIOS if name.startswith(prefix)]
+        verdicts = score.score(names, files(), arguments.schedules, _tell if arguments.verbose else lambda text: None)
+        missed = [v for v in verdicts if not v.schedules]
+        tried, kept = Counter(v.mutant.kind for v in verdicts), Counter(v.mutant.kind for v in missed)
+        _tell(f"{which}: {len(verdicts) - len(missed)} of {len(verdicts)} mutants caught")
+        _tell("    " + ", ".join(f"{kind} {n - kept[kind]}/{n}" for kind, n in sorted(tried.items())))
+        _tell(f"    by the first schedule: {sum(v.schedules == 1 for v in verdicts)}")
+        for verdict in missed:
+            _tell(f"    not caught: {verdict.mutant}")
+        all_caught = all_caught and not missed
+    return all_caught
+
+
+def compare_cases(arguments: argparse.Namespace) -> bool:
+    """Cases on a GPU or simulated, each checked with the oracle, saved or compared; whether all agree."""
+    saved = torch.load(arguments.compare) if arguments.compare else {}
+    kept, good = {}, True
+    for name, case in cases.CASES.items():
+        begin = time.process_time()
+        try:
+            kept[name] = found = cases.results(case, arguments.device, arguments.seed)
+            cases.check_oracle(case, found)
+            verdict = "within tolerance of the oracle"
+        except AssertionError as error:
+            verdict, good, found = f"WRONG: {error}", False, {}
+        for result, x in found.items():
+            if name in saved:
+                eps = torch.finfo(torch.bfloat16 if x.dtype == torch.float32 else x.dtype).eps
+                apart = cases.difference(x, saved[name][result])
+                verdict += f"; {result} {apart:.1e} apart"
+                if not apart <= eps:
+                    verdict, good = verdict + " (TOO FAR)", False
+        _tell(f"{name}: {verdict} ({time.process_time() - begin:.1f} s of processor time)")
+    if arguments.save:
+        torch.save(kept, arguments.save)
+    return good
+
+
+def main() -> int:
+    """Run one of the commands; 0 when it found nothing wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("seeds", help="scenarios under many seeds")
+    command.add_argument("--seeds", type=int, default=50)
+    command.add_argument("--scenario", nargs="+", default=[""], help="how names of scenarios begin")
+    command.set_defaults(run=seeds)
+    command = commands.add_parser("mutants", help="the mutation score")
+    command.add_argument("--schedules", type=int, default=50)
+    command.add_argument("--sources", nargs="+", choices=list(FILES), default=list(FILES))
+    command.add_argument("--verbose", action="store_true", help="a line for every mutant")
+    command.set_defaults(run=mutants)
+    command = commands.add_parser("cases", help="cases of the contract, simulated or on a GPU")
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--save", type=Path)
+    command.add_argument("--compare", type=Path)
+    command.set_defaults(run=compare_cases)
+    arguments = parser.parse_args()
+    _tell(f"{' '.join(sys.argv[1:])}, commit {_commit()}, {datetime.date.today()}")
+    return 0 if arguments.run(arguments) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
