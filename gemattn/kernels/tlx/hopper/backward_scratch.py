@@ -8,7 +8,7 @@ kernels looks inside. Blocks never straddle sequences: `stat_block` gives their 
 import triton
 import triton.language as tl
 
-from gemattn.kernels.tlx.hopper.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
+from gemattn.kernels.tlx.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
 
 SCRATCH_COLUMNS: tl.constexpr = tl.constexpr(32)  # 128 bytes, the widest row that the copy engine swizzles
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import descriptor_slot, tlx
-from gemattn.kernels.tlx.hopper.common import first_seeing_row
+from gemattn.kernels.tlx.common import first_seeing_row
 
 QUERY: tl.constexpr = tl.constexpr(0)
 KEY: tl.constexpr = tl.constexpr(1)
