@@ -108,7 +108,7 @@ def compile_one(kernel: str, head_dim: int, mask: str) -> dict[str, Any]:
         "tensor_columns": compiled.metadata.tmem_size,
         "tcgen05.mma": ptx.count("tcgen05.mma."),
         "tma": ptx.count("cp.async.bulk.tensor"),
-        "setmaxnreg": sorted(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", ptx)),
+        "setmaxnreg": sorted(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)),
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
         "local": len(re.findall(r"\b(?:LDL|STL)\b", sass)),

@@ -126,9 +126,7 @@ def _multiply(
                 buf, phase = ring(count, STAGES)
                 tlx.barrier_wait(q_full[0], tiles & 1)
                 tlx.barrier_wait(kv_full[buf], phase)
-                tlx.async_dot(
-                    q_bufs[0], tlx.local_trans(kv_bufs[buf]), scores[0], use_acc=False, mBarriers=[s_full[0]]
-                )
+                tlx.async_dot(q_bufs[0], tlx.local_trans(kv_bufs[buf]), scores[0], use_acc=False, mBarriers=[s_full[0]])
                 if both:
                     tlx.barrier_wait(q_full[1], pairs & 1)
                     tlx.async_dot(
@@ -182,10 +180,25 @@ def _send(group: tl.constexpr, messages, factor, factors, f_full, f_free):
 
 
 @triton.jit
+def _scaled_scores(
+    scores, piece: tl.constexpr, start, rows, shift, n_kv, window_left, window_right, score_scale, PIECE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """PIECE columns, read anew each time they are wanted: tensor memory has the bandwidth, registers have no room."""
+    x = tlx.local_load(tlx.subslice(scores, piece * PIECE, PIECE))
+    x = mul_f32x2(x, score_scale)  # before the mask: a negative scale would turn -inf around
+    if MASKED:
+        x = hide(
+            x, rows, start + piece * PIECE, shift, n_kv, window_left, window_right, PIECE, HAS_LEFT, HAS_RIGHT
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
 def _softmax_blocks(
     row_max, row_sum, blocks, messages, from_block, to_block, rows, shift, n_kv, window_left, window_right, score_scale,
     scores, p, factors, s_full, p_full, f_full, f_free, group: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    PIECE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Blocks from_block - 1 down to to_block.
 
@@ -193,21 +206,31 @@ def _softmax_blocks(
     what was summed so far is seldom rescaled. What a row gets depends on its own scores alone.
     """
     for step in tl.range(0, from_block - to_block):
+        start = (from_block - 1 - step) * BLOCK_N
         tlx.barrier_wait(s_full[group], blocks & 1)
-        x = mul_f32x2(tlx.local_load(scores[group]), score_scale)  # before the mask: a negative scale would turn -inf
-        if MASKED:
-            start = (from_block - 1 - step) * BLOCK_N
-            x = hide(x, rows, start, shift, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-        peak = tl.maximum(row_max, tl.max(x, 1))
+        peak = row_max
+        for piece in tl.static_range(BLOCK_N // PIECE):
+            x = _scaled_scores(
+                scores[group], piece, start, rows, shift, n_kv, window_left, window_right, score_scale, PIECE, HAS_LEFT,
+                HAS_RIGHT, MASKED,
+            )  # fmt: skip
+            peak = tl.maximum(peak, tl.max(x, 1))
         keeps = row_max - peak >= -RARELY
         new_max = tl.where(keeps, row_max, peak)
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
         factor = tl.where(keeps, 1.0, tl.math.exp2(row_max - reference))
         _send(group, messages, factor, factors, f_full, f_free)
-        x = tl.math.exp2(sub_f32x2(x, reference[:, None]))
-        tlx.local_store(p[group], x.to(DTYPE))
+        row_sum *= factor
+        for piece in tl.static_range(BLOCK_N // PIECE):
+            x = _scaled_scores(
+                scores[group], piece, start, rows, shift, n_kv, window_left, window_right, score_scale, PIECE, HAS_LEFT,
+                HAS_RIGHT, MASKED,
+            )  # fmt: skip
+            x = tl.math.exp2(sub_f32x2(x, reference[:, None]))
+            # Over columns of scores that were read: two of p's take the place of one.
+            tlx.local_store(tlx.subslice(p[group], piece * PIECE, PIECE), x.to(DTYPE))
+            row_sum += tl.sum(x, 1)
         tlx.barrier_arrive(p_full[group], 1)
-        row_sum = row_sum * factor + tl.sum(x, 1)
         row_max = new_max
         blocks += 1
         messages += 1
@@ -218,7 +241,7 @@ def _softmax_blocks(
 def _softmax(
     tiles_ptr, offsets_ptr, lse_ptr, num_tiles, heads, num_sequences, out_rows, window_left, window_right, score_scale,
     scores, p, factors, s_full, p_full, f_full, f_free, group: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PIECE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     blocks = 0
     messages = 0
@@ -242,19 +265,19 @@ def _softmax(
                 row_sum = tl.zeros([RECORD_ROWS], tl.float32)
                 row_max, row_sum, blocks, messages = _softmax_blocks(
                     row_max, row_sum, blocks, messages, end, free_end, rows, shift, n_kv, window_left, window_right,
-                    score_scale, scores, p, factors, s_full, p_full, f_full, f_free, group, DTYPE, HAS_LEFT, HAS_RIGHT,
-                    True,
+                    score_scale, scores, p, factors, s_full, p_full, f_full, f_free, group, DTYPE, PIECE, HAS_LEFT,
+                    HAS_RIGHT, True,
                 )  # fmt: skip
                 row_max, row_sum, blocks, messages = _softmax_blocks(
                     row_max, row_sum, blocks, messages, free_end, free_begin, rows, shift, n_kv,
                     window_left, window_right, score_scale, scores, p, factors, s_full, p_full, f_full, f_free, group,
-                    DTYPE, HAS_LEFT, HAS_RIGHT, False,
+                    DTYPE, PIECE, HAS_LEFT, HAS_RIGHT, False,
                 )  # fmt: skip
                 if HAS_LEFT:
                     row_max, row_sum, blocks, messages = _softmax_blocks(
                         row_max, row_sum, blocks, messages, free_begin, begin, rows, shift, n_kv,
                         window_left, window_right, score_scale, scores, p, factors, s_full, p_full, f_full, f_free,
-                        group, DTYPE, HAS_LEFT, HAS_RIGHT, True,
+                        group, DTYPE, PIECE, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 _send(group, messages, 1.0 / row_sum, factors, f_full, f_free)
                 messages += 1
@@ -413,7 +436,7 @@ def forward_kernel(
             _softmax(
                 tiles_ptr, offsets_ptr, lse_ptr, num_tiles, heads, num_sequences, out_rows, window_left, window_right,
                 score_scale, scores, p, factors, s_full, p_full, f_full, f_free, tlx.async_task_replica_id(), DTYPE,
-                HAS_LEFT, HAS_RIGHT,
+                PIECE, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=ISSUE_REGISTERS):
             _multiply(

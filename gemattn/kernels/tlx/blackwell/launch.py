@@ -21,10 +21,10 @@ class ForwardTile(NamedTuple):
 
     stages: int
     """Buffers of keys and values, which take turns in one ring."""
-    piece: int = 64
-    """Columns of the output that the correction group holds at a time."""
-    softmax_registers: int = 176
-    issue_registers: int = 48
+    piece: int = 32
+    """Columns of scores or output that a thread holds at a time."""
+    softmax_registers: int = 192
+    issue_registers: int = 24
 
 
 FORWARD = {64: ForwardTile(6), 128: ForwardTile(3)}
