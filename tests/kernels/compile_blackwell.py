@@ -40,22 +40,32 @@ class StandIn:
 
 driver.set_active(StandIn())
 
-from gemattn.kernels.tlx.blackwell import launch  # noqa: E402 (after the stand-in)
+from gemattn.kernels.tlx.blackwell import launch, launch_backward  # noqa: E402 (after the stand-in)
 
 POINTERS = {
     "table": "*i8",
     "tiles_ptr": "*i32",
     "offsets_ptr": "*i64",
+    "q_offsets_ptr": "*i64",
+    "kv_offsets_ptr": "*i64",
     "lse_ptr": "*fp32",
+    "stat_ptr": "*fp32",
+    "delta_ptr": "*fp32",
+    "scale": "fp32",
     "score_scale": "fp32",
 }
 MASKS = {"none": (False, False), "causal": (False, True), "both": (True, True)}
-KERNELS = {"forward": launch.forward_kernel}
+SIDES = {"keys": (True, False), "queries": (False, False), "shared_query": (False, True)}
+KERNELS = {"forward": launch.forward_kernel} | dict.fromkeys(SIDES, launch_backward.gradient_kernel)
 
 
 def constants(kernel: str, head_dim: int) -> dict[str, Any]:
     """Constants of a kernel's launches."""
-    return {name.upper(): value for name, value in launch.FORWARD[head_dim]._asdict().items()}
+    tile = launch.FORWARD[head_dim] if kernel == "forward" else launch_backward.GRADIENT[head_dim]
+    options: dict[str, Any] = {name.upper(): value for name, value in tile._asdict().items()}
+    if kernel in SIDES:
+        options["KEYS"], options["SHARED"] = SIDES[kernel]
+    return options
 
 
 def machine_code(cubin: bytes) -> tuple[str, str]:

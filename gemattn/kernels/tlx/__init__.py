@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from gemattn.spec import AttentionSpec
 __all__ = ["backward", "forward"]
 
 
-def _on_blackwell(x: Tensor) -> bool:
-    return torch.cuda.get_device_properties(x.device).major == 10
+def _architecture(x: Tensor) -> ModuleType:
+    return blackwell if torch.cuda.get_device_properties(x.device).major == 10 else hopper
 
 
 def forward(
@@ -26,8 +28,7 @@ def forward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)"""
-    architecture = blackwell if _on_blackwell(query) else hopper
-    return architecture.forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
+    return _architecture(query).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
 
 
 def backward(
@@ -44,5 +45,5 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); grouped heads (G < H) are the portable kernels', which sum over a group's query heads on chip."""
-    implementation = portable if _on_blackwell(query) or key.shape[1] != query.shape[1] else hopper
+    implementation = _architecture(query) if key.shape[1] == query.shape[1] else portable
     return implementation.backward(dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, spec)

@@ -17,7 +17,7 @@ OUT: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def _describe(
+def describe_rows(
     table, slot, ptr, first_row, rows, row_stride, head_stride, heads, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
 ):
     """Rows of all heads as one matrix: head h starts at column h * head_stride."""
@@ -65,17 +65,17 @@ def describe_forward_kernel(
     kv_start = tl.load(kv_offsets_ptr + sequence)
     n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - kv_start).to(tl.int32)
     q_first = tl.zeros([], tl.int64) if SHARED_QUERY else q_start
-    _describe(table, sequence, q_ptr, q_first, n_q, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
+    describe_rows(table, sequence, q_ptr, q_first, n_q, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
     slot = num_sequences + sequence
     v_slot = slot + num_sequences
     if n_kv > LONGER:
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
-        _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        describe_rows(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
     else:
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
-        _describe(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
+        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
+        describe_rows(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
     slot = v_slot + num_sequences
-    _describe(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+    describe_rows(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "statistics"])
@@ -139,27 +139,27 @@ def describe_split_kernel(
         out_stride = heads * HEAD_DIM
         dk_stride = kv_heads * HEAD_DIM
         slot = sequence
-        _describe(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
         slot += num_sequences
-        _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
+        describe_rows(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
         slot += num_sequences
-        _describe(table, slot, out_ptr, q_start + seeing, rows, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, out_ptr, q_start + seeing, rows, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(
+        describe_rows(
             table, slot, dout_ptr, q_start + seeing, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK_M
         )
         slot += num_sequences
-        _describe(table, slot, dq_ptr, q_start, n_q, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dq_ptr, q_start, n_q, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(table, slot, dk_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dk_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(table, slot, dv_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dv_ptr, kv_start, n_kv, dk_stride, HEAD_DIM, kv_heads, HEAD_DIM, BLOCK_M)
         slot = 8 * num_sequences + 2 + sequence
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
         slot += num_sequences
-        _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "statistics", "scratch_rows"])
@@ -230,16 +230,16 @@ def describe_fused_kernel(
         rows = n_q - seeing
         stride = heads * HEAD_DIM
         slot = sequence
-        _describe(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK)
+        describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        _describe(
+        describe_rows(
             table, slot, dout_ptr, q_start + seeing, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK
         )
         slot += num_sequences
-        _describe(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, heads, HEAD_DIM, BLOCK)
+        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        _describe(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, heads, HEAD_DIM, BLOCK)
+        describe_rows(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        _describe(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
+        describe_rows(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        _describe(table, slot, dv_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
+        describe_rows(table, slot, dv_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
