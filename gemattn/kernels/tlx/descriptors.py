@@ -72,8 +72,12 @@ def describe_forward_kernel(
         describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
         describe_rows(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, BLOCK_N)
     else:
-        describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
-        describe_rows(table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N)
+        describe_rows(
+            table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N
+        )
+        describe_rows(
+            table, v_slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N
+        )
     slot = v_slot + num_sequences
     describe_rows(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
 

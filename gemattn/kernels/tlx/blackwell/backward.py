@@ -55,9 +55,13 @@ def _read(tiles_ptr, offsets_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_se
         n_q = (tl.load(offsets_ptr + sequence + 1) - start).to(tl.int32)
         n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - tl.load(kv_offsets_ptr + sequence)).to(tl.int32)
         segment = tl.where(tile < num_sequences, sequence, -1)
-        place = tl.program_id(1)
-        return segment, place % heads, place // heads * RECORD_ROWS, n_q, n_kv, start
-    return read_tile(tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences)
+        head = tl.program_id(1) % heads
+        first = tl.program_id(1) // heads * RECORD_ROWS
+    else:
+        segment, head, first, n_q, n_kv, start = read_tile(
+            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
+        )
+    return segment, head, first, n_q, n_kv, start
 
 
 @triton.jit
@@ -225,7 +229,7 @@ def _multiply(
 @triton.jit
 def _compute(
     tiles_ptr, offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, num_tiles, heads, num_sequences, window_left,
-    window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs, row_lse, row_delta, ab_full, s_full, ds_full,
+    window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs, ab_full, s_full, ds_full,
     group: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -248,8 +252,8 @@ def _compute(
                 # Read back in the layout that the scores have: a conversion in every step would cost barriers.
                 place = stat_block(start, segment, rows // BLOCK, head.to(tl.int64), heads, BLOCK) + rows % BLOCK
                 has_block = rows // BLOCK * BLOCK < own
-                tlx.local_store(row_lse[group], tl.load(stat_ptr + place, mask=has_block, other=float("inf")))
-                tlx.local_store(row_delta[group], tl.load(delta_ptr + place, mask=has_block, other=0.0))
+                tlx.local_store(lse_bufs[group], tl.load(stat_ptr + place, mask=has_block, other=float("inf")))
+                tlx.local_store(delta_bufs[group], tl.load(delta_ptr + place, mask=has_block, other=0.0))
             for step in tl.range((count + group) & 1, end - begin, 2):
                 block = begin + step
                 buf, phase = ring(count + step, STAGES)
@@ -261,13 +265,15 @@ def _compute(
                     if HAS_LEFT or HAS_RIGHT:
                         if (block < free_begin) | (block >= free_end):
                             columns = block * BLOCK + piece * PIECE + tl.arange(0, PIECE)
-                            x = _hide(x, rows, columns, own, other, window_left, window_right, KEYS, HAS_LEFT, HAS_RIGHT)
+                            x = _hide(
+                                x, rows, columns, own, other, window_left, window_right, KEYS, HAS_LEFT, HAS_RIGHT
+                            )
                     if KEYS:
                         lse = tlx.local_load(tlx.local_slice(lse_bufs[buf], [piece * PIECE], [PIECE]))[None, :]
                         delta = tlx.local_load(tlx.local_slice(delta_bufs[buf], [piece * PIECE], [PIECE]))[None, :]
                     else:
-                        lse = tlx.local_load(row_lse[group])[:, None]
-                        delta = tlx.local_load(row_delta[group])[:, None]
+                        lse = tlx.local_load(lse_bufs[group])[:, None]
+                        delta = tlx.local_load(delta_bufs[group])[:, None]
                     x = tl.math.exp2(tl.minimum(x - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
                     # Over columns that were read: two of these take the place of one.
                     if KEYS:
@@ -321,9 +327,7 @@ def _write(
     """The sums of every tile, through shared memory; zeros where nothing is seen and in slack rows."""
     tiles = 0
     tile = tl.program_id(0)
-    segment, head, first, own, other, start = read_tile(
-        tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
-    )
+    segment, head, first, own, other, start = read_tile(tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences)
     while segment >= 0:
         tile += tl.num_programs(0)
         next_segment, next_head, next_first, next_own, next_other, next_start = read_tile(
@@ -412,10 +416,9 @@ def gradient_kernel(
     a_bufs = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, STAGES)
     b_bufs = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, STAGES)
     out_bufs = tlx.local_alloc((RECORD_ROWS, HEAD_DIM), DTYPE, 2 if KEYS else 1)
-    lse_bufs = tlx.local_alloc((BLOCK,), tl.float32, STAGES)
-    delta_bufs = tlx.local_alloc((BLOCK,), tl.float32, STAGES)
-    row_lse = tlx.local_alloc((RECORD_ROWS,), tl.float32, 2)
-    row_delta = tlx.local_alloc((RECORD_ROWS,), tl.float32, 2)
+    # Statistics of streamed rows come with them; those of own rows each group keeps for itself.
+    lse_bufs = tlx.local_alloc((BLOCK if KEYS else RECORD_ROWS,), tl.float32, STAGES if KEYS else 2)
+    delta_bufs = tlx.local_alloc((BLOCK if KEYS else RECORD_ROWS,), tl.float32, STAGES if KEYS else 2)
     score_columns = tlx.storage_alias_spec(storage=tlx.storage_kind.tmem)
     scores = tlx.local_alloc((RECORD_ROWS, BLOCK), tl.float32, 2, tlx.storage_kind.tmem, reuse=score_columns)
     p = tlx.local_alloc((RECORD_ROWS, BLOCK), DTYPE, 2, tlx.storage_kind.tmem, reuse=score_columns)
@@ -450,7 +453,7 @@ def gradient_kernel(
         with tlx.async_task(num_warps=4, registers=COMPUTE_REGISTERS, replicate=2):
             _compute(
                 tiles_ptr, offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, num_tiles, heads, num_sequences,
-                window_left, window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs, row_lse, row_delta,
+                window_left, window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs,
                 ab_full, s_full, ds_full, tlx.async_task_replica_id(), DTYPE, STAGES, PIECE, KEYS, SHARED, HAS_LEFT,
                 HAS_RIGHT,
             )  # fmt: skip

@@ -59,7 +59,9 @@ def describe_backward_kernel(
             slot = (Q_BLOCK if block else Q_TILE) * num_sequences + sequence
             describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BOX)
             slot += num_sequences
-            describe_rows(table, slot, dout_ptr, do_first, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BOX)
+            describe_rows(
+                table, slot, dout_ptr, do_first, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BOX
+            )
             slot += num_sequences
             describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, heads, HEAD_DIM, BOX)
             slot += num_sequences
