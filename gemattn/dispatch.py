@@ -90,6 +90,11 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     return reasons
 
 
+def unconfirmed(device: torch.device) -> bool:
+    """Whether the TLX kernels of this GPU were compiled and simulated, but never run on one of its kind."""
+    return device.type == "cuda" and _capability(device.index or 0)[0] == 10
+
+
 def _tma_describes(x: Tensor) -> bool:
     """Whether the copy engine can address (T, H, D) as a matrix of all heads' columns."""
     heads, head_dim = x.shape[1:]
