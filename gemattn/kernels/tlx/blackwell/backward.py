@@ -386,16 +386,18 @@ def _write_partial(
         )
         any_block = tl.where(end > begin, 1, any_block)
     head = tl.program_id(1) % heads
-    rows = tl.program_id(1) // heads * RECORD_ROWS + tl.arange(0, RECORD_ROWS)
-    place = (tl.program_id(0).to(tl.int64) * shared_rows + rows) * heads + head
+    first_row = tl.program_id(1) // heads * RECORD_ROWS
+    start = partial_ptr + ((tl.program_id(0).to(tl.int64) * shared_rows + first_row) * heads + head) * HEAD_DIM
+    lane = tl.arange(0, RECORD_ROWS)
+    in_query = (first_row + lane < shared_rows)[:, None]
     tlx.barrier_wait(sum_full[0], 0)
     for piece in tl.static_range(HEAD_DIM // PIECE):
-        pointers = partial_ptr + place[:, None] * HEAD_DIM + (piece * PIECE + tl.arange(0, PIECE))[None, :]
+        pointers = start + ((lane * (heads * HEAD_DIM))[:, None] + (piece * PIECE + tl.arange(0, PIECE))[None, :])
         if any_block > 0:
             x = mul_f32x2(tlx.local_load(tlx.subslice(sum_a[0], piece * PIECE, PIECE)), scale)
-            tl.store(pointers, x, mask=(rows < shared_rows)[:, None])
+            tl.store(pointers, x, mask=in_query)
         else:
-            tl.store(pointers, tl.zeros([RECORD_ROWS, PIECE], tl.float32), mask=(rows < shared_rows)[:, None])
+            tl.store(pointers, tl.zeros([RECORD_ROWS, PIECE], tl.float32), mask=in_query)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "shared_rows", "window_left", "window_right"])
