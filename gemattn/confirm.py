@@ -68,9 +68,9 @@ def _compare(device: torch.device, head_dim: int) -> None:
         error = _distance(results["tlx"][name], wanted)
         if not error <= _TOLERANCE:
             raise RuntimeError(
-                f"self-check on {device}: {name} of the TLX kernels (head size {head_dim}) is {error:.1e} of its norm off "
-                "the reference. These kernels are wrong on this GPU or with this compiler; set GEMATTN_DISABLE_TLX=1 "
-                "to go on without them, and please report it"
+                f"self-check on {device}: {name} of the TLX kernels (head size {head_dim}) is {error:.1e} of its norm "
+                "off the reference. These kernels are wrong on this GPU or with this compiler; set "
+                "GEMATTN_DISABLE_TLX=1 to go on without them, and please report it"
             )
 
 

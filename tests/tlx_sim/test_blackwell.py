@@ -10,7 +10,6 @@ from gemattn.testing import make_inputs, run  # noqa: E402
 from gemattn.testing.inputs import JaggedInputs  # noqa: E402
 from gemattn.testing.tlx_sim import cases  # noqa: E402
 
-
 SUBSET = [
     "self, D 128, two heads",
     "self, float16",

@@ -1,12 +1,12 @@
-"""Gradients on sm_100: one kernel for both sides, 128 rows of its own side a tile, blocks of 64 of the other streaming by.
+"""Gradients on sm_100: one kernel for both sides, 128 rows of its own a tile, blocks of 64 of the other streaming by.
 
 | | own rows x, y | streamed a, b | sums |
 |---|---|---|---|
 | KEYS | key, value | query, dO | dK += dSᵀ query, dV += Pᵀ dO |
 | not KEYS | query, dO | key, value | dQ += dS key |
 
-Scores ``x aᵀ`` and ``y bᵀ`` are (own, streamed) on either side. Two compute groups of 4 warps take the blocks in turn, so
-that the products of one fill the exponentials of the other; sums stay in tensor memory and leave once. With a shared
+Scores ``x aᵀ`` and ``y bᵀ`` are (own, streamed) on either side. Two compute groups of 4 warps take the blocks in turn,
+so that the products of one fill the exponentials of the other; sums stay in tensor memory and leave once. With a shared
 query a program of the query side owns 128 rows for all sequences of its chunk, and dQ stays there across them.
 
 No atomics: the same bits from run to run. Row statistics are `prepare_kernel`'s: a row that takes no part has
@@ -372,8 +372,8 @@ def _write(
 
 @triton.jit
 def _write_partial(
-    offsets_ptr, kv_offsets_ptr, partial_ptr, heads, num_sequences, shared_rows, window_left, window_right, scale, sum_a,
-    sum_full, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    offsets_ptr, kv_offsets_ptr, partial_ptr, heads, num_sequences, shared_rows, window_left, window_right, scale,
+    sum_a, sum_full, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """The program's share of dQ, float32, (chunks, S, H, D); zeros where no row of any sequence sees a key."""
     any_block = 0
@@ -402,15 +402,16 @@ def _write_partial(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "shared_rows", "window_left", "window_right"])
 def gradient_kernel(
-    table, tiles_ptr, offsets_ptr, q_offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, da_ptr, db_ptr, query_ptr, num_tiles,
-    heads, num_sequences, shared_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right,
-    scale, score_scale, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
-    SHARED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, COMPUTE_REGISTERS: tl.constexpr,
-    ISSUE_REGISTERS: tl.constexpr,
+    table, tiles_ptr, offsets_ptr, q_offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, da_ptr, db_ptr, query_ptr,
+    num_tiles, heads, num_sequences, shared_rows, q_head_stride, k_head_stride, v_head_stride, do_head_stride,
+    window_left, window_right, scale, score_scale, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr,
+    KEYS: tl.constexpr, SHARED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    COMPUTE_REGISTERS: tl.constexpr, ISSUE_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """KEYS: dK to `da_ptr` and dV to `db_ptr`; else dQ to `da_ptr`, with SHARED as float32 shares (chunks, S, H, D).
 
-    `offsets_ptr` is that of the own side; `query_ptr` gives the dtype. Grid: any number of programs, with SHARED (chunks, blocks of S * H).
+    `offsets_ptr` is that of the own side; `query_ptr` gives the dtype. Grid: any number of programs, with SHARED
+    (chunks, blocks of S * H).
     """
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     x_buf = tlx.local_alloc((RECORD_ROWS, HEAD_DIM), DTYPE, 1)

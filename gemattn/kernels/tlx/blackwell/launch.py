@@ -23,8 +23,8 @@ class ForwardTile(NamedTuple):
     """Buffers of keys and values, which take turns in one ring."""
     piece: int = 32
     """Columns of scores or output that a thread holds at a time."""
-    softmax_registers: int = 192
-    issue_registers: int = 24
+    softmax_registers: int = 184
+    issue_registers: int = 40
 
 
 FORWARD = {64: ForwardTile(6), 128: ForwardTile(3)}
