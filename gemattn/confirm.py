@@ -57,12 +57,13 @@ def _compare(device: torch.device, head_dim: int) -> None:
     dout = torch.randn(shapes[0], 2, head_dim, generator=generator).to(device, torch.bfloat16)
     spec = AttentionSpec(head_dim**-0.5, UNLIMITED, 0)
     schedule = make_schedule(q_offsets, kv_offsets, query_rows=shapes[0], key_rows=shapes[1])
-    dispatch.require("tlx", *leaves, spec)
+    query, key, value = leaves
+    dispatch.require("tlx", query, key, value, spec)
     results = {}
     for impl, dtype in (("tlx", torch.bfloat16), ("reference", torch.float64)):
-        inputs = [x.to(dtype).requires_grad_() for x in leaves]
-        out, lse = ops.call(impl, *inputs, q_offsets, kv_offsets, list(schedule), spec)
-        gradients = torch.autograd.grad(out, inputs, dout.to(dtype))
+        query, key, value = (x.to(dtype).requires_grad_() for x in leaves)
+        out, lse = ops.call(impl, query, key, value, q_offsets, kv_offsets, list(schedule), spec)
+        gradients = torch.autograd.grad(out, (query, key, value), dout.to(dtype))
         results[impl] = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
     for name, wanted in results["reference"].items():
         error = _distance(results["tlx"][name], wanted)
