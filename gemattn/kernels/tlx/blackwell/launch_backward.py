@@ -30,8 +30,8 @@ class GradientTile(NamedTuple):
     stages: int
     piece: int = 32
     """Columns of scores or sums that a thread holds at a time."""
-    compute_registers: int = 168
-    issue_registers: int = 56
+    compute_registers: int = 184
+    issue_registers: int = 40
 
 
 GRADIENT = {64: GradientTile(6), 128: GradientTile(3)}
