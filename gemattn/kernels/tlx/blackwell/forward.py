@@ -40,7 +40,6 @@ def _load(
 ):  # fmt: skip
     BYTES: tl.constexpr = BLOCK_N * HEAD_DIM * 2
     tiles = 0
-    pairs = 0
     count = 0
     tile = tl.program_id(0)
     segment, head, first_row, n_q, n_kv, _ = read_tile(tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences)
@@ -69,12 +68,10 @@ def _load(
                     tlx.barrier_expect_bytes(kv_full[buf], BYTES)
                     tlx.async_descriptor_load(k_desc, kv_bufs[buf], [row, kv_head * k_head_stride], kv_full[buf])
                     if (step == 0) & _has_rows(1, first_row, n_q):
-                        tlx.barrier_wait(q_free[1], (pairs & 1) ^ 1)
                         tlx.barrier_expect_bytes(q_full[1], RECORD_ROWS * HEAD_DIM * 2)
                         tlx.async_descriptor_load(
                             q_desc, q_bufs[1], [first_row + RECORD_ROWS, head * q_head_stride], q_full[1]
                         )
-                        pairs += 1
                     buf, phase = ring(count + 1, STAGES)
                     tlx.barrier_wait(kv_free[buf], phase ^ 1)
                     tlx.barrier_expect_bytes(kv_full[buf], BYTES)
@@ -145,6 +142,7 @@ def _multiply(
                             q_bufs[0], tlx.local_trans(kv_bufs[k_buf]), scores[0], use_acc=False, mBarriers=[s_full[0]]
                         )
                     else:
+                        # The last scores of group 1 came before: both queries are read.
                         tlx.tcgen05_commit(q_free[0])
                         tlx.tcgen05_commit(o_full[0])
                     if both:
@@ -161,7 +159,6 @@ def _multiply(
                     blocks += 1
                     count += 2
                 if both:
-                    tlx.tcgen05_commit(q_free[1])
                     tlx.tcgen05_commit(o_full[1])
                     pairs += 1
                 tiles += 1
@@ -416,7 +413,7 @@ def forward_kernel(
     shared_columns.set_buffer_overlap(tlx.reuse_group(scores, p, group_type=tlx.reuse_group_type.shared))
     o = tlx.local_alloc((RECORD_ROWS, HEAD_DIM), tl.float32, 2, tlx.storage_kind.tmem)
     q_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    q_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    q_free = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
     kv_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     kv_free = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     s_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
