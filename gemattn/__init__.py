@@ -12,6 +12,7 @@ import importlib
 from typing import Any
 
 from gemattn.attention import jagged_attention, resolve, unsupported_reasons
+from gemattn.confirm import self_check
 from gemattn.dispatch import UnsupportedError
 from gemattn.kernels.schedule import Schedule, make_schedule
 
@@ -29,6 +30,7 @@ __all__ = [
     "jagged_attention",
     "make_schedule",
     "resolve",
+    "self_check",
     "unsupported_reasons",
 ]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gemattn import dispatch, ops
+from gemattn.confirm import require_confirmed
 from gemattn.kernels.schedule import Schedule, make_schedule
 from gemattn.spec import AttentionSpec, fold_window
 
@@ -146,6 +147,8 @@ def jagged_attention(
     flags = _Flags(shared_query, causal, return_lse, deterministic)
     call = _check(query, key, value, q_offsets, kv_offsets, flags, window, scale, schedule, impl)
     impl_name = dispatch.require(impl, call.query, call.key, call.value, call.spec)
+    if impl_name == "tlx":
+        require_confirmed(call.query.device)
     tiles: list[Tensor] = []
     if impl_name != "reference":
         tiles = list(_schedule_of(call) if schedule is None else schedule)

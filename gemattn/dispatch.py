@@ -76,8 +76,8 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
         major, minor = _capability(torch.cuda.current_device() if query.device.index is None else query.device.index)
     else:
         major, minor = simulated
-    if (major, minor) != (9, 0):
-        reasons.append(f"needs compute capability 9.0 (Hopper), this GPU has {major}.{minor}")
+    if (major, minor) != (9, 0) and major != 10:
+        reasons.append(f"needs compute capability 9.0 (Hopper) or 10.x (Blackwell), this GPU has {major}.{minor}")
     if not _tlx_installed():
         reasons.append("needs TLX, which comes with fbtriton: pip install 'gemattn[triton]'")
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -88,6 +88,11 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
         if not _tma_describes(x):
             reasons.append(f"{name}'s strides {tuple(x.stride())} and first element are not multiples of 16 bytes")
     return reasons
+
+
+def unconfirmed(device: torch.device) -> bool:
+    """Whether the TLX kernels of this GPU were compiled and simulated, but never run on one of its kind."""
+    return device.type == "cuda" and _capability(device.index or 0)[0] == 10
 
 
 def _tma_describes(x: Tensor) -> bool:

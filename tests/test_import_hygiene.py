@@ -19,6 +19,7 @@ ROOMS = [
     {"gemattn.flops"},
     {"gemattn.ops"},
     {"gemattn.dispatch"},
+    {"gemattn.confirm"},
     {"gemattn.attention"},
     {"gemattn.rec"},
     {"gemattn.nn"},

@@ -10,6 +10,7 @@ from gemattn.kernels.schedule import make_schedule
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.language.extra.tlx", reason="needs fbtriton, this triton has no TLX")
+from gemattn.kernels.tlx import statistics  # noqa: E402 (where it can be imported)
 from gemattn.kernels.tlx.hopper import backward_scratch  # noqa: E402 (where it can be imported)
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="Triton compiles for the GPU here")
@@ -50,7 +51,7 @@ def test_statistics_and_scratch_of_own_queries(clear):
     grid = schedule.q_tiles.shape[0] * HEADS
     lists = (schedule.q_tiles, schedule.q_longer, schedule.q_offsets)
     sizes = (grid, HEADS, sequences)
-    backward_scratch.prepare_kernel[(grid,)](
+    statistics.prepare_kernel[(grid,)](
         *lists, out, dout, lse, dlse, stat, delta, scratch, *sizes, rows, HEADS * HEAD_DIM, HEAD_DIM, 0,
         HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=True, CLEAR=clear, END=-1,
     )  # fmt: skip

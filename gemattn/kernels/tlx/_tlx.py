@@ -3,8 +3,10 @@
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.core import builtin
+from triton.language.extra.cuda.inline_ptx_lib import _mul_f32x2 as mul_f32x2  # two values an instruction: sm_100
+from triton.language.extra.cuda.inline_ptx_lib import _sub_f32x2 as sub_f32x2
 
-__all__ = ["descriptor_slot", "read_descriptor", "tlx"]
+__all__ = ["descriptor_slot", "mul_f32x2", "read_descriptor", "sub_f32x2", "tlx"]
 
 _DESCRIPTOR_BYTES = 128
 

@@ -22,7 +22,8 @@ from gemattn.testing.tlx_sim import cases, score, tutorials
 from gemattn.testing.tlx_sim.scenarios import SCENARIOS
 
 FILES = {
-    "own": ("hopper", score.own_files),
+    "own": ("hopper", lambda: score.own_files("hopper")),
+    "blackwell": ("blackwell", lambda: score.own_files("blackwell")),
     "hopper tutorial": ("tutorial hopper", lambda: [tutorials.load(tutorials.HOPPER).__file__ or ""]),
     "blackwell tutorial": ("tutorial blackwell", lambda: [tutorials.load(tutorials.BLACKWELL).__file__ or ""]),
 }
@@ -84,7 +85,7 @@ def compare_cases(arguments: argparse.Namespace) -> bool:
     for name, case in cases.CASES.items():
         begin = time.process_time()
         try:
-            kept[name] = found = cases.results(case, arguments.device, arguments.seed)
+            kept[name] = found = cases.results(case, arguments.device, arguments.seed, arguments.arch)
             cases.check_oracle(case, found)
             verdict = "within tolerance of the oracle"
         except AssertionError as error:
@@ -118,6 +119,7 @@ def main() -> int:
     command = commands.add_parser("cases", help="cases of the contract, simulated or on a GPU")
     command.add_argument("--device", default="cpu")
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--arch", type=int, choices=[90, 100], default=90, help="the chip that is simulated")
     command.add_argument("--save", type=Path)
     command.add_argument("--compare", type=Path)
     command.set_defaults(run=compare_cases)

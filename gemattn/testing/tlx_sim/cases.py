@@ -57,8 +57,8 @@ CASES: dict[str, Case] = {
 """Grouped heads run forward only: their backward is not a TLX kernel's."""
 
 
-def results(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv by the TLX kernels: on a GPU where `device` is one, else simulated for sm_90.
+def results(case: Case, device: str = "cpu", seed: int = 0, arch: int = 90) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv by the TLX kernels: on a GPU where `device` is one, else simulated for `arch`.
 
     Raises:
         AssertionError: the simulation found something.
@@ -70,7 +70,7 @@ def results(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]
         inputs = JaggedInputs(inputs.query, inputs.key, inputs.value, inputs.q_offsets, inputs.kv_offsets)
     if device != "cpu":
         return {name: x.cpu() for name, x in run(inputs, "tlx", **case.options).items()}
-    with simulate(90, seed) as simulation:
+    with simulate(arch, seed) as simulation:
         found = run(inputs, "tlx", **case.options)
     simulation.report.raise_if_any()
     return found

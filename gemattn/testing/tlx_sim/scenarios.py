@@ -112,37 +112,41 @@ def _jagged(kind: str) -> tuple[JaggedInputs, AttentionSpec, list[Tensor], Resul
     return inputs, spec, list(schedule), run_oracle(inputs, torch.float64, window=window)
 
 
-def _hopper_forward(kind: str) -> Scenario:
+def _own_forward(arch: int, kind: str) -> Scenario:
     def launch() -> Results:
-        from gemattn.kernels.tlx import hopper
+        from gemattn.kernels import tlx
 
         inputs, spec, schedule, _ = _jagged(kind)
-        out, lse = hopper.forward(
+        out, lse = tlx.forward(
             inputs.query, inputs.key, inputs.value, inputs.q_offsets, inputs.kv_offsets, schedule, spec
         )
         return {"out": out, "lse": lse}
 
-    return Scenario(90, launch, lambda: {name: _jagged(kind)[3][name] for name in ("out", "lse")})
+    return Scenario(arch, launch, lambda: {name: _jagged(kind)[3][name] for name in ("out", "lse")})
 
 
-def _hopper_backward(kind: str) -> Scenario:
+def _own_backward(arch: int, kind: str) -> Scenario:
     def launch() -> Results:
-        from gemattn.kernels.tlx import hopper
+        from gemattn.kernels import tlx
 
         inputs, spec, schedule, wanted = _jagged(kind)
         assert inputs.dout is not None
         saved = inputs.query, inputs.key, inputs.value, wanted["out"].bfloat16(), wanted["lse"].float()
-        grads = hopper.backward(inputs.dout, inputs.dlse, *saved, inputs.q_offsets, inputs.kv_offsets, schedule, spec)
+        grads = tlx.backward(inputs.dout, inputs.dlse, *saved, inputs.q_offsets, inputs.kv_offsets, schedule, spec)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    return Scenario(90, launch, lambda: {name: _jagged(kind)[3][name] for name in ("dq", "dk", "dv")})
+    return Scenario(arch, launch, lambda: {name: _jagged(kind)[3][name] for name in ("dq", "dk", "dv")})
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "hopper forward": _hopper_forward("self"),
-    "hopper forward, shared query": _hopper_forward("shared"),
-    "hopper backward": _hopper_backward("self"),
-    "hopper backward, shared query": _hopper_backward("shared"),
+    "hopper forward": _own_forward(90, "self"),
+    "hopper forward, shared query": _own_forward(90, "shared"),
+    "hopper backward": _own_backward(90, "self"),
+    "hopper backward, shared query": _own_backward(90, "shared"),
+    "blackwell forward": _own_forward(100, "self"),
+    "blackwell forward, shared query": _own_forward(100, "shared"),
+    "blackwell backward": _own_backward(100, "self"),
+    "blackwell backward, shared query": _own_backward(100, "shared"),
     "tutorial hopper forward": _forward_tutorial(tutorials.hopper_forward, 90, 384, 64),
     "tutorial blackwell forward": _forward_tutorial(tutorials.blackwell_forward, 100, 512, 64),
     "tutorial blackwell forward, causal": _forward_tutorial(tutorials.blackwell_forward, 100, 512, 64, causal=True),

@@ -118,9 +118,9 @@ def _answer(names: list[str], mutant: Mutant, seeds: int, known: dict[str, set[s
     return first_catch(names, mutant, seeds, known) or ()
 
 
-def own_files() -> list[str]:
-    """The sources of the package's Hopper kernels."""
-    from gemattn.kernels.tlx import hopper
+def own_files(architecture: str) -> list[str]:
+    """The sources of the package's kernels for "hopper" or "blackwell"."""
+    from gemattn.kernels import tlx
 
-    folder = Path(hopper.__file__).parent
+    folder = Path(tlx.__file__).parent / architecture
     return [str(x) for x in sorted(folder.glob("*.py")) if "tlx." in x.read_text() and x.name != "__init__.py"]

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked, scratch_block
-from gemattn.kernels.tlx.hopper.common import (
+from gemattn.kernels.tlx.common import (
     RECORD_ROWS,
     clear_rows,
     first_seeing_row,
@@ -28,6 +27,8 @@ from gemattn.kernels.tlx.hopper.common import (
     ring,
     stat_block,
 )
+from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked
+from gemattn.kernels.tlx.statistics import scratch_block
 
 # Named barriers; each is of 2 x 128 threads, and the next id is for the block or tile of the other consumer.
 _DS_READY: tl.constexpr = tl.constexpr(9)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import (
+from gemattn.kernels.tlx.common import (
     RECORD_ROWS,
     clear_rows,
     first_seeing_row,

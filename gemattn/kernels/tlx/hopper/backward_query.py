@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import (
+from gemattn.kernels.tlx.common import (
     LOG2E,
     RECORD_ROWS,
     clear_rows,

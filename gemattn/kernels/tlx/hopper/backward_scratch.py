@@ -1,4 +1,4 @@
-"""What the fused backward needs before and after: lists of tiles, row statistics, and the float32 scratch of dq.
+"""What the fused backward needs before and after: lists of tiles, and the float32 scratch of dq.
 
 The scratch holds blocks of 64 query rows. Within a block the values stand in the order in which registers hold a matrix
 product's result, so that the fused kernel stages a block in shared memory without bank conflicts; nothing but these
@@ -8,7 +8,8 @@ kernels looks inside. Blocks never straddle sequences: `scratch_block` gives the
 import triton
 import triton.language as tl
 
-from gemattn.kernels.tlx.hopper.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
+from gemattn.kernels.tlx.common import RECORD_ROWS, first_seeing_row, read_tile, tile_range
+from gemattn.kernels.tlx.statistics import scratch_block
 
 SCRATCH_COLUMNS: tl.constexpr = tl.constexpr(32)  # 128 bytes, the widest row that the copy engine swizzles
 
@@ -29,12 +30,6 @@ def in_row_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The inverse of `in_register_order`, of any shape, as (ROWS, COLUMNS)."""
     x = tl.reshape(x, (ROWS // 16, COLUMNS // 8, 8, 4, 2, 2))
     return tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def scratch_block(q_start, segment, n_q, head, heads):
-    """Place of the first of a sequence's and head's cdiv(n_q, 64) blocks, one after another."""
-    return (q_start // 64 + segment) * heads + head * tl.cdiv(n_q, 64)
 
 
 @triton.jit
@@ -77,56 +72,6 @@ def split_records(
         index = start + tl.arange(0, CHUNK)
         tl.store(first_ptr + index * RECORD, -1, mask=(index >= firsts) & (index < num_records))
         tl.store(rest_ptr + index * RECORD, -1, mask=(index >= rests) & (index < num_records))
-
-
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
-def prepare_kernel(
-    tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, scratch_ptr,
-    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
-
-    CLEAR zeroes the blocks' scratch. Any grid; a tile is the
-    rows of one record and head, of the records up to length class END.
-    """
-    BLOCK: tl.constexpr = 64
-    _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        segment, head, first_row, n_q, n_kv, q_start = read_tile(
-            tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
-        )
-        head = head.to(tl.int64)
-        if (segment >= 0) & (segment < num_sequences):
-            columns = tl.arange(0, HEAD_DIM)
-            seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-            for part in tl.static_range(RECORD_ROWS // BLOCK):
-                lane = tl.arange(0, BLOCK)
-                rows = first_row + part * BLOCK + lane
-                if first_row + part * BLOCK < n_q:
-                    takes_part = (rows >= seeing) & (rows < n_q)
-                    place = q_start + rows
-                    out = tl.load(
-                        out_ptr + (place * heads + head)[:, None] * HEAD_DIM + columns[None, :],
-                        mask=takes_part[:, None],
-                        other=0.0,
-                    )
-                    dout = tl.load(
-                        dout_ptr + (place * do_row_stride + head * do_head_stride)[:, None] + columns[None, :],
-                        mask=takes_part[:, None],
-                        other=0.0,
-                    )
-                    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-                    lse = tl.load(lse_ptr + head * out_rows + place, mask=takes_part, other=float("inf")) * LOG2E
-                    if HAS_DLSE:
-                        delta -= tl.load(dlse_ptr + head * out_rows + place, mask=takes_part, other=0.0)
-                    stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
-                    tl.store(stat_ptr + stat + lane, lse)
-                    tl.store(delta_ptr + stat + lane, delta)
-                    if CLEAR:
-                        block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
-                        values = block * (BLOCK * HEAD_DIM) + lane[:, None] * HEAD_DIM + columns[None, :]
-                        tl.store(scratch_ptr + values, tl.zeros([BLOCK, HEAD_DIM], tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "window_right"])

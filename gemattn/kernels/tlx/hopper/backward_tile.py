@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import LOG2E, ROWS, clear_rows, read_tile, ring, tile_range
+from gemattn.kernels.tlx.common import LOG2E, ROWS, clear_rows, read_tile, ring, tile_range
 
 TILE: tl.constexpr = tl.constexpr(128)
 _DELTA_BARRIER: tl.constexpr = tl.constexpr(9)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-from gemattn.kernels.tlx.hopper.common import (
+from gemattn.kernels.tlx.common import (
     LN2,
     RECORD_ROWS,
     ROWS,

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
-from gemattn.kernels.tlx.hopper.descriptors import describe_forward_kernel
+from gemattn.kernels.tlx.descriptors import describe_forward_kernel
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
-from gemattn.kernels.tlx.hopper.host import (
+from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
+from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
+from gemattn.kernels.tlx.host import (
     DESCRIPTOR_BYTES,
     WIDEST_WINDOW,
     Gradients,
@@ -17,8 +19,6 @@ from gemattn.kernels.tlx.hopper.host import (
     multiprocessors,
     strides_of,
 )
-from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
-from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
-from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel, prepare_kernel
+from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
-from gemattn.kernels.tlx.hopper.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.kernels.tlx.statistics import prepare_kernel
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 _BLOCK = 64

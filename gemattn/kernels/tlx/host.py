@@ -1,4 +1,4 @@
-"""What the host sides of the Hopper kernels share."""
+"""What the host sides of the TLX kernels share."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tile records, visible blocks, masks, rings of buffers.
+"""What the TLX kernels share: tile records, visible blocks, masks, rings of buffers.
 
 Row and column numbers count from the start of their sequence. ``shift = n_kv - n_q`` aligns windows bottom-right.
 """
