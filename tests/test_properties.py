@@ -129,7 +129,7 @@ def test_a_schedule_of_any_offsets_covers_every_row_once(values, rows):
     segments = {b: (starts[b], starts[b + 1]) for b in range(sequences)}
     segments |= {sequences: (0, starts[0]), sequences + 1: (starts[-1], rows)}
     covered = [0] * rows
-    for segment, block in schedule.q_tiles.tolist():
+    for segment, block, *_ in schedule.q_tiles.tolist():
         if segment >= 0:
             start, end = segments[segment]
             for row in range(start + 128 * block, min(end, start + 128 * (block + 1))):

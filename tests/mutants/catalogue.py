@@ -191,7 +191,7 @@ _TRITON_MUTANTS = [
         COMMON,
         "x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)",
         "x = tl.where(x < 0.0, x, 0.0)",
-        ("isolation", "bfloat16, full"),
+        ("isolation", "bfloat16, full, True"),
     ),
     _triton(
         "accumulates in bfloat16",
@@ -205,7 +205,7 @@ _TRITON_MUTANTS = [
         FORWARD,
         "inside = columns < n_kv",
         "inside = columns < n_kv + 1",
-        ("isolation", "float32, full"),
+        ("isolation", "float32, full, True"),
     ),
     _triton(
         "lse in base 2",
