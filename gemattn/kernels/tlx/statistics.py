@@ -6,22 +6,15 @@ import triton.language as tl
 from gemattn.kernels.tlx.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
 
 
-@triton.jit
-def scratch_block(q_start, segment, n_q, head, heads):
-    """Place of the first of a sequence's and head's cdiv(n_q, 64) blocks, one after another, in a scratch of dq."""
-    return (q_start // 64 + segment) * heads + head * tl.cdiv(n_q, 64)
-
-
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
 def prepare_kernel(
-    tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, scratch_ptr,
+    tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr,
     num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAR: tl.constexpr, END: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
 
-    CLEAR zeroes the blocks' scratch. Any grid; a tile is the
-    rows of one record and head, of the records up to length class END.
+    Any grid; a tile is the rows of one record and head, of the records up to length class END.
     """
     BLOCK: tl.constexpr = 64
     _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
@@ -56,7 +49,3 @@ def prepare_kernel(
                     stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
                     tl.store(stat_ptr + stat + lane, lse)
                     tl.store(delta_ptr + stat + lane, delta)
-                    if CLEAR:
-                        block = scratch_block(q_start, segment, n_q, head, heads) + first_row // BLOCK + part
-                        values = block * (BLOCK * HEAD_DIM) + lane[:, None] * HEAD_DIM + columns[None, :]
-                        tl.store(scratch_ptr + values, tl.zeros([BLOCK, HEAD_DIM], tl.float32))

@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from gemattn.kernels.tlx._tlx import descriptor_slot, tlx
 from gemattn.kernels.tlx.common import RECORD_ROWS, ROWS, first_seeing_row
-from gemattn.kernels.tlx.descriptors import describe_rows
+from gemattn.kernels.tlx.descriptors import describe_keys, describe_rows, describe_statistics
 
 Q_TILE: tl.constexpr = tl.constexpr(0)
 DO_TILE: tl.constexpr = tl.constexpr(1)
@@ -36,14 +35,7 @@ def describe_backward_kernel(
     """
     sequence = tl.program_id(0)
     if sequence == num_sequences:
-        for stat in tl.static_range(2):
-            tlx.make_tensor_descriptor(
-                desc_ptr=descriptor_slot(table, STATISTICS * num_sequences + stat),
-                base=delta_ptr if stat else lse_ptr,
-                shape=[statistics],
-                strides=[tl.constexpr(1)],
-                block_shape=[ROWS],
-            )
+        describe_statistics(table, STATISTICS * num_sequences, lse_ptr, delta_ptr, statistics, ROWS)
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
@@ -63,9 +55,10 @@ def describe_backward_kernel(
                 table, slot, dout_ptr, do_first, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BOX
             )
             slot += num_sequences
-            describe_rows(table, slot, k_ptr, kv_start, n_kv, k_row_stride, k_head_stride, heads, HEAD_DIM, BOX)
-            slot += num_sequences
-            describe_rows(table, slot, v_ptr, kv_start, n_kv, v_row_stride, v_head_stride, heads, HEAD_DIM, BOX)
+            describe_keys(
+                table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, heads, HEAD_DIM, BOX,
+            )  # fmt: skip
         slot = DK * num_sequences + sequence
         describe_rows(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, RECORD_ROWS)
         slot += num_sequences

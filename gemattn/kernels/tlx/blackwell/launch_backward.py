@@ -109,7 +109,6 @@ def backward(
             lse if dlse is None else dlse,
             row_lse,
             row_delta,
-            row_lse,
             q_tiles,
             heads,
             sequences,
@@ -119,7 +118,6 @@ def backward(
             HEAD_DIM=head_dim,
             HAS_DLSE=dlse is not None,
             HAS_RIGHT=has_right,
-            CLEAR=False,
             END=-1,
             num_warps=4,
         )

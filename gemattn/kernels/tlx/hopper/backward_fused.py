@@ -6,9 +6,9 @@ consumer, even blocks to the first, odd ones to the second: the other has writte
 ahead with the next block by then. The copy engine takes dq to a float32 scratch, in the order that the registers hold
 it (see `backward_scratch`): a block's first tile of keys stores, the others add.
 
-That the first tile comes first is seen to in three ways. A short sequence is walked: one program has all of its tiles,
-in order, and dq is the same in every run. Of a longer one a first launch has the first tiles, a second launch the rest.
-With a window's left side a block's first tile is not its sequence's, and all tiles add to a scratch that was cleared.
+That the first tile comes first is seen to in two ways. A sequence of few queries is walked: one program has all of its
+tiles, in order, and dq is the same in every run. Of another a first launch has the first tiles, a second launch the
+rest. Under a window's left side a block's first tile would not be its sequence's: own queries come without a mask.
 
 With a shared query each program adds to a scratch of its own and works for one head, in an order that the shapes fix:
 the sum is the same in every run.
@@ -27,8 +27,7 @@ from gemattn.kernels.tlx.common import (
     ring,
     stat_block,
 )
-from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked
-from gemattn.kernels.tlx.statistics import scratch_block
+from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked, scratch_block
 
 # Named barriers; each is of 2 x 128 threads, and the next id is for the block or tile of the other consumer.
 _DS_READY: tl.constexpr = tl.constexpr(9)
@@ -227,7 +226,7 @@ def _gradient_block(
         tlx.local_store(dq_buf, in_register_order(dq, HALF, HEAD_DIM))
         tlx.fence("async_shared")
         place = (scratch ^ (scratch >> 31)) + block * (HALF * HEAD_DIM // SCRATCH_COLUMNS)
-        if SHARED_QUERY or HAS_LEFT:
+        if SHARED_QUERY:
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0], store_reduce="add")
         elif scratch < 0:
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0])
@@ -314,9 +313,8 @@ def _consume(
             scratch = (scratch_block(q_start, place, n_q, head, heads) * UNIT).to(tl.int32)
             if segment < num_sequences:
                 last = _last_key_tile(first_key, n_q, n_kv, walk_rows, walk_keys, SHARED_QUERY)
-            if not HAS_LEFT:
-                # The tile that stores has the place's complement: one number fewer in registers than a flag.
-                scratch = tl.where(first_tiles != 0, ~scratch, scratch)
+            # The tile that stores has the place's complement: one number fewer in registers than a flag.
+            scratch = tl.where(first_tiles != 0, ~scratch, scratch)
         for first in tl.range(first_key, last + 1, RECORD_ROWS):
             keys = first + half * HALF + tl.arange(0, HALF)
             begin, free_begin, free_end, paired, end = _paired_blocks(

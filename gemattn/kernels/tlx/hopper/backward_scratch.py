@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx.common import RECORD_ROWS, first_seeing_row, read_tile, tile_range
-from gemattn.kernels.tlx.statistics import scratch_block
 
 SCRATCH_COLUMNS: tl.constexpr = tl.constexpr(32)  # 128 bytes, the widest row that the copy engine swizzles
 
@@ -30,6 +29,12 @@ def in_row_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The inverse of `in_register_order`, of any shape, as (ROWS, COLUMNS)."""
     x = tl.reshape(x, (ROWS // 16, COLUMNS // 8, 8, 4, 2, 2))
     return tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def scratch_block(q_start, segment, n_q, head, heads):
+    """Place of the first of a sequence's and head's cdiv(n_q, 64) blocks, one after another."""
+    return (q_start // 64 + segment) * heads + head * tl.cdiv(n_q, 64)
 
 
 @triton.jit

@@ -38,19 +38,6 @@ def _softmax_step(scores, row_max, row_sum):
 
 
 @triton.jit
-def _my_turn(half: tl.constexpr, PINGPONG: tl.constexpr):
-    """The two consumers issue their score products in turn: one's softmax fills the other's products."""
-    if PINGPONG:
-        tlx.named_barrier_wait(9 + half, 256)
-
-
-@triton.jit
-def _your_turn(half: tl.constexpr, PINGPONG: tl.constexpr):
-    if PINGPONG:
-        tlx.named_barrier_arrive(10 - half, 256)
-
-
-@triton.jit
 def _produce(
     table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, group, num_sequences, q_head_stride, k_head_stride,
     v_head_stride, window_left, window_right, q_bufs, k_bufs, v_bufs, q_full, q_free, k_full, k_free,
@@ -109,8 +96,8 @@ def _produce(
 def _consume_blocks(
     acc, p, row_max, row_sum, kv_count, from_block, to_block, rows, shift, n_kv, window_left, window_right, score_scale,
     q_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, half: tl.constexpr,
-    PINGPONG: tl.constexpr,
+    STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+
 ):  # fmt: skip
     """Blocks from_block - 1 down to to_block. On entry and exit `p` holds the block before, its product outstanding."""
     for step in tl.range(0, from_block - to_block):
@@ -118,9 +105,7 @@ def _consume_blocks(
         buf, phase = ring(kv_count, STAGES_KV)
         before, before_phase = ring(kv_count - 1, STAGES_KV)
         tlx.barrier_wait(k_full[buf], phase)
-        _my_turn(half, PINGPONG)
         scores = tlx.async_dot(q_buf, tlx.local_trans(k_bufs[buf]))
-        _your_turn(half, PINGPONG)
         tlx.barrier_wait(v_full[before], before_phase)
         acc = tlx.async_dot(p.to(DTYPE), v_bufs[before], acc)
         scores = tlx.async_dot_wait(1, scores)
@@ -144,11 +129,8 @@ def _consume(
     window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free, k_full, k_free, v_full,
     v_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PINGPONG: tl.constexpr,
+
 ):  # fmt: skip
-    if PINGPONG:
-        if half == 1:
-            tlx.named_barrier_arrive(9, 256)
     q_count = 0
     kv_count = 0
     tile = first_tile + tl.program_id(0)
@@ -179,9 +161,7 @@ def _consume(
             buf, phase = ring(kv_count, STAGES_KV)
             tlx.barrier_wait(q_full[q_slot], q_phase)
             tlx.barrier_wait(k_full[buf], phase)
-            _my_turn(half, PINGPONG)
             scores = tlx.async_dot(q_bufs[q_slot], tlx.local_trans(k_bufs[buf]))
-            _your_turn(half, PINGPONG)
             scores = tlx.async_dot_wait(0, scores)
             tlx.barrier_arrive(k_free[buf], 1)
             scores = scores * score_scale
@@ -203,18 +183,18 @@ def _consume(
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
                     acc, p, row_max, row_sum, kv_count, end - 1, free_end, rows, shift, n_kv, window_left, window_right,
                     score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
-                    STAGES_KV, HAS_LEFT, HAS_RIGHT, True, half, PINGPONG,
+                    STAGES_KV, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             acc, p, row_max, row_sum, kv_count = _consume_blocks(
                 acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, end - 1), free_begin, rows, shift, n_kv,
                 window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free,
-                DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, False, half, PINGPONG,
+                DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, False,
             )  # fmt: skip
             if HAS_LEFT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
                     acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, end - 1), begin, rows, shift, n_kv,
                     window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full,
-                    v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, True, half, PINGPONG,
+                    v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             buf, phase = ring(kv_count - 1, STAGES_KV)
             tlx.barrier_wait(v_full[buf], phase)
@@ -254,7 +234,7 @@ def forward_kernel(
     table, tiles_ptr, longer_ptr, offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, group, num_sequences, out_rows,
     q_head_stride, k_head_stride, v_head_stride, window_left, window_right, score_scale, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr, PINGPONG: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr,
     WARP_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """out (out_rows, H, D) and lse (H, out_rows) of the tiles of the length classes BEGIN to END, see `tile_range`.
@@ -289,5 +269,5 @@ def forward_kernel(
                 table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences,
                 out_rows, window_left, window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free,
                 k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q,
-                STAGES_KV, HAS_LEFT, HAS_RIGHT, PINGPONG,
+                STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip

@@ -29,7 +29,6 @@ class ForwardTile(NamedTuple):
     stages_q: int
     stages_kv: int
     registers: int = 240
-    pingpong: bool = False
     warp_barriers: bool = False
     num_stages: int = 1
     """Above 1 the compiler waits for the scores before it issues the value product, whose time the exponentials then
@@ -55,7 +54,6 @@ def forward(
     kv_offsets: Tensor,
     schedule: list[Tensor],
     spec: AttentionSpec,
-    tiles: tuple[ForwardTile, ForwardTile] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
@@ -67,7 +65,7 @@ def forward(
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
-    tiles = tiles or FORWARD[head_dim]
+    tiles = FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
     grid = (min(num_tiles, multiprocessors(query.device)),)
     with torch.cuda.device_of(query):
@@ -122,7 +120,6 @@ def forward(
                 HAS_LEFT=spec.window_left != UNLIMITED,
                 HAS_RIGHT=spec.window_right != UNLIMITED,
                 REGISTERS=tile.registers,
-                PINGPONG=tile.pingpong,
                 WARP_BARRIERS=tile.warp_barriers,
                 num_warps=4,
                 num_stages=tile.num_stages,
@@ -150,8 +147,8 @@ def backward(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
     tensors = (gradients, dout, dlse, query, key, value, out.contiguous(), lse.contiguous(), lists, spec)
-    # One offsets tensor for both sides, so the lengths are the same.
-    self_attention = q_offsets is not None and q_offsets.data_ptr() == kv_offsets.data_ptr()
+    # One list of tiles for both sides: the lengths are the same.
+    self_attention = lists.q_tiles.data_ptr() == lists.kv_tiles.data_ptr()
     with torch.cuda.device_of(query):
         if spec.shared_query:
             fused_backward(*tensors)

@@ -40,7 +40,6 @@ FUSED = {
     64: FusedTile(2, 4, 240, early_dv=True, walk_rows=512, walk_keys=4096),
     128: FusedTile(2, 2, 240, early_dv=False, walk_rows=256, walk_keys=4096),
 }
-_ALL = 2**31 - 1
 
 
 def fused_backward(
@@ -56,19 +55,17 @@ def fused_backward(
     spec: AttentionSpec,
     *,
     last_class: int = -1,
-    tile: FusedTile | None = None,
 ) -> None:
     """Write the rows of `gradients` of sequences up to `last_class`; of all and of slack where that is -1. G = H.
 
-    Tensors are such that TMA can describe them. Deterministic with a shared query and where `spec` asks for it: every
-    sequence is walked then.
+    Tensors are such that TMA can describe them; a mask comes with a shared query alone, which is deterministic here.
     """
     dq, dk, dv = gradients
     heads, head_dim = query.shape[1:]
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
-    tile = tile or FUSED[head_dim]
-    walk = (_ALL, _ALL) if spec.deterministic else (tile.walk_rows, tile.walk_keys)
+    tile = FUSED[head_dim]
+    walk = (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
     window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
     statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
@@ -87,7 +84,7 @@ def fused_backward(
         scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
         programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
         first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
-        launches = [(first, True)] if spec.deterministic else [(first, True), (rest, False)]
+        launches = [(first, True), (rest, False)]
     table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     q_tiles = lists.q_tiles.shape[0] * heads
     passes = min(q_tiles, 16 * multiprocessors(query.device))
@@ -137,7 +134,6 @@ def fused_backward(
         lse if dlse is None else dlse,
         stat,
         delta,
-        scratch,
         q_tiles,
         heads,
         sequences,
@@ -147,7 +143,6 @@ def fused_backward(
         HEAD_DIM=head_dim,
         HAS_DLSE=dlse is not None,
         HAS_RIGHT=has_right,
-        CLEAR=has_left and not spec.shared_query,
         END=last_class,
         num_warps=4,
         num_stages=1,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
-from gemattn.kernels.tlx.descriptors import describe_split_kernel
 from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
+from gemattn.kernels.tlx.hopper.descriptors import describe_split_kernel
 from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
 from gemattn.spec import UNLIMITED, AttentionSpec
 
@@ -113,7 +113,6 @@ def split_backward(
         sequences,
         statistics,
         window[1],
-        heads,
         heads,
         HEAD_DIM=head_dim,
         BLOCK_M=64,
