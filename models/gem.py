@@ -79,8 +79,6 @@ class GemConfig:
         num_similarities: inner products with the candidate that an event has for each feature they share.
         taste_dim: width of the tables of taste, see `taste_tables`.
         taste_std: of a match at the start; small, so that taste counts only once it has been learned.
-        taste_dropout: of the products that a match is the sum of.
-        event_dropout: of the events that add up to a taste.
         dense_hidden: width between the two layers that make a token of the dense floats.
         fusion_hidden: width between the layers of the event encoder's two perceptrons.
         ffn_dim: hidden width of the personalised feed-forward, see `PersonalizedFeedForward`.
@@ -104,8 +102,6 @@ class GemConfig:
     num_similarities: int = 4
     taste_dim: int = 16
     taste_std: float = 0.1
-    taste_dropout: float = 0.0
-    event_dropout: float = 0.0
     dense_hidden: int = 64
     fusion_hidden: int = 32
     ffn_dim: int = 64
@@ -322,8 +318,6 @@ class Gem(nn.Module):
                     taste_std=config.taste_std,
                     time_scale=config.time_scale,
                     hidden_dim=config.fusion_hidden,
-                    dropout=config.taste_dropout,
-                    event_dropout=config.event_dropout,
                     device=device,
                 )
                 for stream in weighed

@@ -36,8 +36,6 @@ class TasteMatch(nn.Module):
         taste_std: of a match at the start.
         time_scale: seconds, see `gemattn.nn.time_angles`.
         hidden_dim: of the perceptron that weighs the events.
-        dropout: of the E products that a match is the sum of.
-        event_dropout: of events.
     """
 
     def __init__(
@@ -52,8 +50,6 @@ class TasteMatch(nn.Module):
         taste_std: float,
         time_scale: float,
         hidden_dim: int,
-        dropout: float = 0.0,
-        event_dropout: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -68,8 +64,6 @@ class TasteMatch(nn.Module):
         self.width = len(self.pairs) * num_tastes
         outcome_width = embedding_dim * len(self.outcome_keys) + TIME_FEATURES
         self.weights_of = Perceptron(outcome_width, (hidden_dim,), num_tastes, device=device)
-        self.dropout = nn.Dropout(dropout)
-        self.event_dropout = nn.Dropout(event_dropout)
 
     def forward(self, embedded: Any, vectors: Any, ages: Any) -> Tensor:
         """(B, number of shared features * m).
@@ -85,13 +79,13 @@ class TasteMatch(nn.Module):
         segment = segment_of(offsets, seconds.shape[0])
         outcome = [embedded[key].values() for key in self.outcome_keys]
         weights = self.weights_of(torch.cat([*outcome, time_features(seconds, self.time_scale)], dim=1))
-        weights = self.event_dropout(weights).unsqueeze(2)
+        weights = weights.unsqueeze(2)
         norm = (offsets.diff() + 1).to(weights.dtype).rsqrt().unsqueeze(1)
         matches = []
         for key, mate, scale in self.pairs:
             weighted = (weights * vectors[key].values().unsqueeze(1)).flatten(1)
             tastes = segment_sum(weighted, segment, size).unflatten(1, (self.num_tastes, -1))
-            products = self.dropout(tastes * vectors[mate].values().unsqueeze(1))
+            products = tastes * vectors[mate].values().unsqueeze(1)
             matches.append(products.sum(2) * (scale * norm))
         return torch.cat(matches, dim=1)
 

@@ -309,19 +309,6 @@ def test_a_model_may_do_without_taste_and_without_tokens(schema: FeatureSchema) 
         StreamConfig(num_tastes=-1)
 
 
-@pytest.mark.parametrize("option", ["taste_dropout", "event_dropout"])
-def test_taste_dropout_is_of_training_alone_and_reaches_no_events_at_one(schema: FeatureSchema, option: str) -> None:
-    model, batch = make_model(schema, streams={}, **{option: 1.0}), make_batch(LENGTHS)
-    matches = []
-    for taste in model.body.tastes.values():
-        taste.register_forward_hook(lambda _module, _args, out: matches.append(out))
-    model(batch)
-    assert not any(match.any() for match in matches)
-    matches.clear()
-    model.eval()(batch)
-    assert all(match[0].any() for match in matches)
-
-
 # Config ------------------------------------------------------------------------------------------------------------
 
 
