@@ -1,5 +1,7 @@
 """The package's Hopper kernels, simulated: the contract's clauses, race-free and within the tolerance."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,17 @@ def test_results_do_not_depend_on_the_schedule():
             found.append(run(inputs, "tlx", causal=True))
     for other in found[1:]:
         assert all(torch.equal(other[name], x) for name, x in found[0].items())
+
+
+def test_offsets_that_begin_at_one_address_are_not_one_offsets_tensor():
+    """A view of every second entry has other lengths: self-attention's kernels would read past the shorter side."""
+    offsets = torch.tensor([0, 10, 30, 70, 100])
+    cross = make_inputs([10, 20], [30, 70], heads=1, head_dim=64, dtype=torch.bfloat16)
+    views = replace(cross, q_offsets=offsets[:3], kv_offsets=offsets[::2])
+    with tlx_sim.simulate(90) as simulation:
+        found, wanted = run(views, "tlx"), run(cross, "tlx")
+    assert simulation.report.ok, str(simulation.report)
+    assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
 def test_outside_a_simulation_the_kernels_refuse_cpu_tensors():
