@@ -6,6 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gemattn.kernels.schedule import Schedule
+from gemattn.kernels.tlx.descriptors import describe_forward_kernel
+from gemattn.spec import AttentionSpec
+
 DESCRIPTOR_BYTES = 128
 WIDEST_WINDOW = 1 << 30
 """No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
@@ -37,3 +41,51 @@ def strides_of(x: Tensor) -> tuple[int, int]:
     """(row, head) strides; a dimension of size 1 may hold any stride, and TMA would mind."""
     rows, heads, head_dim = x.shape
     return (x.stride(0) if rows > 1 else heads * head_dim, x.stride(1) if heads > 1 else head_dim)
+
+
+def forward_outputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: Schedule,
+    spec: AttentionSpec,
+    *,
+    block_m: int,
+    longer: int,
+    block_n: int,
+    short_block_n: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (rows, H, D) and lse (H, rows), neither written yet, and the table of descriptors, which a kernel fills.
+
+    Blocks are of `block_n` keys in sequences of more keys than `longer`, and of `short_block_n` in the others.
+    """
+    heads, head_dim = query.shape[1:]
+    sequences = lists.kv_offsets.shape[0] - 1
+    rows = query.shape[0] * sequences if spec.shared_query else query.shape[0]
+    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
+    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
+    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    if sequences:
+        describe_forward_kernel[(sequences,)](
+            table,
+            query,
+            key,
+            value,
+            out,
+            lists.q_offsets,
+            lists.kv_offsets,
+            *strides_of(query),
+            *strides_of(key),
+            *strides_of(value),
+            sequences,
+            heads,
+            key.shape[1],
+            HEAD_DIM=head_dim,
+            BLOCK_M=block_m,
+            LONGER=longer,
+            BLOCK_N=block_n,
+            SHORT_BLOCK_N=short_block_n,
+            SHARED_QUERY=spec.shared_query,
+            num_warps=1,
+        )
+    return out, lse, table

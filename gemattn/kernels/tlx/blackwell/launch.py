@@ -1,4 +1,4 @@
-"""Host side of the Blackwell forward: allocate, describe, launch. Called with real tensors only, checked before."""
+"""Host side of the Blackwell forward: choose the tile, launch. Called with real tensors only, checked before."""
 
 import math
 from typing import NamedTuple
@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.blackwell.forward import forward_kernel
-from gemattn.kernels.tlx.descriptors import describe_forward_kernel
-from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, described, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import WIDEST_WINDOW, described, forward_outputs, multiprocessors, strides_of
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 BLOCK = 128
@@ -53,38 +52,12 @@ def forward(
     lists = Schedule(*schedule)
     query, key, value = (described(x) for x in (query, key, value))
     heads, head_dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    sequences = lists.kv_offsets.shape[0] - 1
-    rows = query.shape[0] * sequences if spec.shared_query else query.shape[0]
-    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     tile = FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
     with torch.cuda.device_of(query):
-        if sequences:
-            describe_forward_kernel[(sequences,)](
-                table,
-                query,
-                key,
-                value,
-                out,
-                lists.q_offsets,
-                lists.kv_offsets,
-                *strides_of(query),
-                *strides_of(key),
-                *strides_of(value),
-                sequences,
-                heads,
-                kv_heads,
-                HEAD_DIM=head_dim,
-                BLOCK_M=BLOCK,
-                LONGER=LENGTH_CLASSES[0],
-                BLOCK_N=BLOCK,
-                SHORT_BLOCK_N=BLOCK,
-                SHARED_QUERY=spec.shared_query,
-                num_warps=1,
-            )
+        out, lse, table = forward_outputs(
+            query, key, value, lists, spec, block_m=BLOCK, longer=LENGTH_CLASSES[0], block_n=BLOCK, short_block_n=BLOCK
+        )
         forward_kernel[(programs(num_tiles, query.device),)](
             table,
             lists.q_tiles,
@@ -93,9 +66,9 @@ def forward(
             lse,
             num_tiles,
             heads,
-            heads // kv_heads,
-            sequences,
-            rows,
+            heads // key.shape[1],
+            lists.kv_offsets.shape[0] - 1,
+            out.shape[0],
             strides_of(query)[1],
             strides_of(key)[1],
             strides_of(value)[1],

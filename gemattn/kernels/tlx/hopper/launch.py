@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
-from gemattn.kernels.tlx.descriptors import describe_forward_kernel
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
 from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
 from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
 from gemattn.kernels.tlx.host import (
-    DESCRIPTOR_BYTES,
     WIDEST_WINDOW,
     Gradients,
     described,
+    forward_outputs,
     multiprocessors,
     strides_of,
 )
@@ -59,39 +58,21 @@ def forward(
     lists = Schedule(*schedule)
     query, key, value = (described(x) for x in (query, key, value))
     heads, head_dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    sequences = lists.kv_offsets.shape[0] - 1
-    rows = query.shape[0] * sequences if spec.shared_query else query.shape[0]
-    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     tiles = FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
     grid = (min(num_tiles, multiprocessors(query.device)),)
     with torch.cuda.device_of(query):
-        if sequences:
-            describe_forward_kernel[(sequences,)](
-                table,
-                query,
-                key,
-                value,
-                out,
-                lists.q_offsets,
-                lists.kv_offsets,
-                *strides_of(query),
-                *strides_of(key),
-                *strides_of(value),
-                sequences,
-                heads,
-                kv_heads,
-                HEAD_DIM=head_dim,
-                BLOCK_M=64,
-                LONGER=LENGTH_CLASSES[SHORT_CLASS],
-                BLOCK_N=tiles[0].block_n,
-                SHORT_BLOCK_N=tiles[1].block_n,
-                SHARED_QUERY=spec.shared_query,
-                num_warps=1,
-            )
+        out, lse, table = forward_outputs(
+            query,
+            key,
+            value,
+            lists,
+            spec,
+            block_m=64,
+            longer=LENGTH_CLASSES[SHORT_CLASS],
+            block_n=tiles[0].block_n,
+            short_block_n=tiles[1].block_n,
+        )
         for tile, (begin, end) in zip(tiles, ((-1, SHORT_CLASS), (SHORT_CLASS, -1)), strict=True):
             forward_kernel[grid](
                 table,
@@ -102,9 +83,9 @@ def forward(
                 lse,
                 num_tiles,
                 heads,
-                heads // kv_heads,
-                sequences,
-                rows,
+                heads // key.shape[1],
+                lists.kv_offsets.shape[0] - 1,
+                out.shape[0],
                 strides_of(query)[1],
                 strides_of(key)[1],
                 strides_of(value)[1],
