@@ -45,7 +45,7 @@ def baselines():
 def test_a_mutant_of_each_kind_is_caught(operation, baselines):
     """Of the package's own kernels where they have the operation, else of a tutorial's."""
     files = [
-        *score.own_files(),
+        *score.own_files("hopper"),
         tutorials.load(tutorials.BLACKWELL).__file__,
         tutorials.load(tutorials.HOPPER).__file__,
     ]
