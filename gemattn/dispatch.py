@@ -16,8 +16,8 @@ from torch import Tensor
 from gemattn.spec import IMPLS, AttentionSpec
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_KERNELS = ("tlx", "triton")
-"""In the order of preference of "auto" on CUDA tensors."""
+_TLX_HEAD_DIMS = {9: (32, 64, 128), 10: (64, 128)}
+"""By the major number of the compute capability."""
 
 
 simulated: tuple[int, int] | None = None
@@ -28,18 +28,22 @@ class UnsupportedError(NotImplementedError):
     """A named implementation cannot take the call; the message lists every reason."""
 
 
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+_find_spec = functools.cache(importlib.util.find_spec)
+_get_device_capability = functools.cache(torch.cuda.get_device_capability)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
+def _installed(module: str) -> bool:
+    return _find_spec(module) is not None
+
+
+@torch.compiler.assume_constant_result
 def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return _get_device_capability(index)
 
 
 def _device_reasons(device: torch.device) -> list[str]:
-    if not _triton_installed():
+    if not _installed("triton"):
         return ["triton is not installed: pip install 'gemattn[triton]'"]
     if device.type == "cuda":
         major, minor = _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -61,11 +65,6 @@ def _triton_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSp
     return reasons
 
 
-@functools.cache
-def _tlx_installed() -> bool:
-    return _triton_installed() and importlib.util.find_spec("triton.language.extra.tlx") is not None
-
-
 def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:
     if os.environ.get("GEMATTN_DISABLE_TLX") == "1":
         return ["GEMATTN_DISABLE_TLX=1 is set"]
@@ -78,12 +77,13 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
         major, minor = simulated
     if (major, minor) != (9, 0) and major != 10:
         reasons.append(f"needs compute capability 9.0 (Hopper) or 10.x (Blackwell), this GPU has {major}.{minor}")
-    if not _tlx_installed():
+    if not (_installed("triton") and _installed("triton.language.extra.tlx")):
         reasons.append("needs TLX, which comes with fbtriton: pip install 'gemattn[triton]'")
     if query.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"takes float16 and bfloat16, not {str(query.dtype).removeprefix('torch.')}")
-    if query.shape[-1] not in (64, 128):
-        reasons.append(f"takes head sizes 64 and 128, not {query.shape[-1]}")
+    head_dims = _TLX_HEAD_DIMS.get(major, (64, 128))
+    if query.shape[-1] not in head_dims:
+        reasons.append(f"takes head sizes {', '.join(map(str, head_dims))}, not {query.shape[-1]}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not _tma_describes(x):
             reasons.append(f"{name}'s strides {tuple(x.stride())} and first element are not multiples of 16 bytes")
@@ -98,7 +98,8 @@ def unconfirmed(device: torch.device) -> bool:
 def _tma_describes(x: Tensor) -> bool:
     """Whether the copy engine can address (T, H, D) as a matrix of all heads' columns."""
     heads, head_dim = x.shape[1:]
-    bytes_of = [x.storage_offset() * x.element_size()]
+    # A graph cannot hold an offset into a storage: there the kernels copy what begins elsewhere.
+    bytes_of = [] if torch.compiler.is_compiling() else [x.storage_offset() * x.element_size()]
     bytes_of += [x.stride(0) * x.element_size()]  # whatever T is: the choice may not depend on it
     bytes_of += [x.stride(1) * x.element_size()] if heads > 1 else []
     if any(b % 16 for b in bytes_of) or x.stride(0) == 0:
@@ -123,7 +124,9 @@ def choose(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> st
     """What "auto" takes: on CPU the reference; on CUDA the best kernel that can, and the reference for float64 only."""
     if query.device.type == "cpu" or query.dtype == torch.float64:
         return "reference"
-    refusals = {impl: reasons(impl, query, key, value, spec) for impl in _KERNELS}
+    # With heads of 32 the portable kernels were the faster ones on an H200 (docs/kernels/hopper.md).
+    order = ("triton", "tlx") if query.shape[-1] <= 32 else ("tlx", "triton")
+    refusals = {impl: reasons(impl, query, key, value, spec) for impl in order}
     for impl, why in refusals.items():
         if not why:
             return impl

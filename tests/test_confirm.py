@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gemattn
 from gemattn import confirm, dispatch
@@ -63,7 +64,7 @@ def test_confirmed_kinds_are_not_checked(b200, monkeypatch, capability):
 
 
 def test_dispatch_offers_tlx_on_hopper_and_blackwell_alone(monkeypatch):
-    monkeypatch.setattr(dispatch, "_tlx_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "_installed", lambda module: True)
     monkeypatch.delenv("GEMATTN_DISABLE_TLX", raising=False)
     x, spec = torch.zeros(4, 1, 64, dtype=torch.bfloat16), None
     for capability, offered in (((9, 0), True), ((10, 0), True), ((10, 3), True), ((8, 9), False), ((12, 0), False)):
@@ -72,3 +73,34 @@ def test_dispatch_offers_tlx_on_hopper_and_blackwell_alone(monkeypatch):
     monkeypatch.setenv("GEMATTN_DISABLE_TLX", "1")
     monkeypatch.setattr(dispatch, "simulated", (10, 0))
     assert dispatch.reasons("tlx", x, x, x, spec) == ["GEMATTN_DISABLE_TLX=1 is set"]
+
+
+def test_auto_takes_tlx_for_wide_heads_of_16_bits_and_the_portable_kernels_for_the_rest(monkeypatch):
+    monkeypatch.setattr(dispatch, "_installed", lambda module: True)
+    monkeypatch.delenv("GEMATTN_DISABLE_TLX", raising=False)
+    taken = {}
+    for capability in ((9, 0), (10, 0)):
+        monkeypatch.setattr(dispatch, "_capability", lambda index, capability=capability: capability)
+        with FakeTensorMode():
+            offsets = torch.zeros(3, dtype=torch.int64, device="cuda:0")
+            for head_dim in (32, 64, 96, 128):
+                x = torch.empty(4, 2, head_dim, dtype=torch.bfloat16, device="cuda:0")
+                taken[capability[0], head_dim] = gemattn.resolve(x, x, x, offsets)
+    assert taken == {
+        **{(9, 32): "triton", (9, 64): "tlx", (9, 96): "triton", (9, 128): "tlx"},
+        **{(10, 32): "triton", (10, 64): "tlx", (10, 96): "triton", (10, 128): "tlx"},
+    }
+
+
+def test_reasons_against_tlx_can_be_traced(monkeypatch):
+    """A compiled model decides while it is traced, where the offset of a view into its storage is not known."""
+    monkeypatch.setattr(dispatch, "simulated", (9, 0))
+    monkeypatch.setattr(dispatch, "_installed", torch.compiler.assume_constant_result(lambda module: True))
+
+    def layer(x):
+        return x * 2 if dispatch.reasons("tlx", x, x, x, None) else x + 1
+
+    x = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert compiled(x).eq(1).all() and compiled(x[2:]).eq(1).all()
+    assert compiled(x[..., :24]).eq(0).all()

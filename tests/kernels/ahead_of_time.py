@@ -98,7 +98,7 @@ def main(about: str | None, kernels: Iterable[str], compile_one: Callable[[str, 
     """Command line of a script: one JSON object a line for each kernel, head size and mask that is asked for."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", nargs="+", choices=list(kernels), default=list(kernels))
-    parser.add_argument("--head-dim", nargs="+", type=int, choices=[64, 128], default=[64, 128])
+    parser.add_argument("--head-dim", nargs="+", type=int, choices=[32, 64, 128], default=[32, 64, 128])
     parser.add_argument("--mask", nargs="+", choices=list(MASKS), default=["none"])
     arguments = parser.parse_args()
     for head_dim in arguments.head_dim:

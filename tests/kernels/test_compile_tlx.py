@@ -41,6 +41,8 @@ def compile_kernels(*arguments):
         (128, "causal", ["fused"]),
         (128, "both", ["fused"]),
         (64, "both", ["fused", "fused_shared"]),
+        (32, "both", ["forward", "short", "query", "query_short", "key", "fused", "fused_shared"]),
+        (32, "causal", ["tile"]),
     ],
 )
 def test_machine_code(head_dim, mask, kernels):

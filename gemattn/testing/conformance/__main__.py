@@ -9,16 +9,24 @@ from pathlib import Path
 
 from gemattn.spec import IMPLS
 from gemattn.testing.conformance import report, runner
+from gemattn.testing.conformance.subject import SIMULATED
 from gemattn.testing.tolerance import Implementation
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gemattn.testing.conformance", description=__doc__)
     parser.add_argument("--impl", default="triton", help="reference, triton, tlx or MODULE:FUNCTION; default: triton")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU if there is one")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu", *SIMULATED],
+        help="default: the GPU if there is one; sm_90 and sm_100 are simulated on the CPU",
+    )
     parser.add_argument("--clauses", nargs="+", metavar="CLAUSE", help="names or numbers of the contract; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes; on a GPU most of the time is compilation")
     parser.add_argument("--timeout", type=int, default=600, help="seconds a case may take; default: 600")
+    parser.add_argument(
+        "--schedules", type=int, default=1, help="schedules of each case on a simulated chip; default: 1"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--list", action="store_true", help="list the clauses and run nothing")
     parser.add_argument(
@@ -58,14 +66,16 @@ def main(arguments: list[str] | None = None) -> int:
         clauses=options.clauses,
         jobs=options.jobs,
         timeout=options.timeout,
+        schedules=options.schedules,
         on_result=progress,
     )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    print(f"{options.impl} on {', '.join(f'{k} {v}' for k, v in report.describe(device).items())}\n")
+    about = report.describe(device, options.schedules)
+    print(f"{options.impl} on {', '.join(f'{k} {v}' for k, v in about.items())}\n")
     print(report.table(results))
     if options.json:
-        report.write_json(options.json, options.impl, device, results)
+        report.write_json(options.json, options.impl, about, results)
     return int(any(result.status == "failed" for result in results))
 
 

@@ -16,6 +16,7 @@ import torch
 import gemattn
 from gemattn.testing.conformance.clause import CLAUSES
 from gemattn.testing.conformance.runner import Result, ordered
+from gemattn.testing.conformance.subject import SIMULATED
 
 _NUMBERS = {
     1: "empty is ordinary", 2: "a bad sequence hurts only itself, and shows", 3: "slack rows are zero", 4: "offsets",
@@ -24,8 +25,8 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def describe(device: str) -> dict[str, str]:
-    """What a run is made on: architecture, machine, versions and date."""
+def describe(device: str, schedules: int = 1) -> dict[str, str]:
+    """What a run is made on: architecture, machine, versions and date; `schedules` of a simulated chip."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "gemattn": gemattn.__version__}
     for name in ("triton", "fbtriton"):
         try:
@@ -37,6 +38,9 @@ def describe(device: str) -> dict[str, str]:
         where = {"architecture": f"sm_{major}{minor}", "machine": torch.cuda.get_device_name(device)}
     else:
         where = {"architecture": "cpu", "machine": f"{platform.system()} {platform.machine()}"}
+        if device in SIMULATED:
+            where["architecture"] = f"{device} simulated"
+            where["machine"] += f", {schedules} schedule{'s' if schedules > 1 else ''} a case"
     return where | versions | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
 
 
@@ -78,9 +82,9 @@ def reasons(results: Iterable[Result]) -> list[str]:
     return found if len(found) <= 2 else [found[0], f"and {len(found) - 1} reasons like it"]
 
 
-def write_json(path: Path, impl: str, device: str, results: Sequence[Result]) -> None:
-    """A file that `read_json` and `matrix` take."""
-    head = json.dumps({"impl": impl, **describe(device)})
+def write_json(path: Path, impl: str, about: dict[str, str], results: Sequence[Result]) -> None:
+    """A file that `read_json` and `matrix` take; `about` is of `describe`."""
+    head = json.dumps({"impl": impl, **about})
     rows = ",\n".join(json.dumps({k: v for k, v in asdict(r).items() if v != ""}) for r in results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"about": {head},\n"results": [\n{rows}\n]}}\n')
@@ -134,7 +138,13 @@ def matrix(runs: Sequence[tuple[dict[str, str], list[Result]]]) -> str:
         owed = [r for r in results if r.status != "not owed"]
         passed = f"{sum(r.status == 'passed' for r in owed)} of {len(owed)} owed"
         lines.append(f"| {column} | {about['machine']} | {versions} | {about['date']} | {passed} |")
-    lines += ["", "On cpu, kernels run in Triton's interpreter.", "", "## Clauses", ""]
+    lines += [
+        "",
+        "On cpu, kernels run in Triton's interpreter; a simulated chip is that of `gemattn.testing.tlx_sim`.",
+        "",
+        "## Clauses",
+        "",
+    ]
     number = 0
     for clause in ordered():
         if clause.contract != number:

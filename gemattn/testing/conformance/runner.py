@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -72,9 +73,14 @@ def cannot_run(subject: Subject) -> str | None:
         return "needs a CUDA GPU"
     if not isinstance(subject.impl, str):
         return None
+    if subject.simulated and subject.impl != "tlx":
+        return "the simulator runs TLX kernels"
+    if subject.simulated and importlib.util.find_spec("triton.language.extra.tlx") is None:
+        return "the simulator needs fbtriton"
     x = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=subject.device)
     offsets = torch.tensor([0, 1], device=subject.device)
-    return "; ".join(gemattn.unsupported_reasons(subject.impl, x, x, x, offsets)) or None
+    with subject.schedule(0):
+        return "; ".join(gemattn.unsupported_reasons(subject.impl, x, x, x, offsets)) or None
 
 
 def lacks_gpus(clause: Clause, subject: Subject) -> str | None:
@@ -86,8 +92,8 @@ def lacks_gpus(clause: Clause, subject: Subject) -> str | None:
     return None
 
 
-def run_case(subject: Subject, clause: Clause, case: str) -> Result:
-    """Run one case; whatever it raises is its result."""
+def run_case(subject: Subject, clause: Clause, case: str, schedules: int = 1) -> Result:
+    """Run one case, on a simulated chip under so many schedules; whatever it raises is its result."""
 
     def result(status: Status, message: str = "", error: str = "") -> Result:
         seconds = round(time.perf_counter() - start, 3)
@@ -98,9 +104,11 @@ def run_case(subject: Subject, clause: Clause, case: str) -> Result:
         return result("not owed", why)
     if why := cannot_run(subject) or lacks_gpus(clause, subject):
         return result("not run here", why)
-    torch.manual_seed(0)
     try:
-        clause.function(subject, **clause.cases[case])
+        for seed in range(schedules if subject.simulated else 1):
+            torch.manual_seed(0)
+            with subject.schedule(seed):
+                clause.function(subject, **clause.cases[case])
     except NotRunHere as error:
         return result("not run here", str(error))
     except gemattn.UnsupportedError as error:
@@ -135,11 +143,11 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _run_named(impl: Implementation, device: str, clause: str, case: str, timeout: int) -> Result:
+def _run_named(impl: Implementation, device: str, clause: str, case: str, timeout: int, schedules: int) -> Result:
     start = time.perf_counter()
     try:
         with _limited(timeout):
-            return run_case(Subject(impl, device), CLAUSES[clause], case)
+            return run_case(Subject(impl, device), CLAUSES[clause], case, schedules)
     except TimeoutError as error:  # while the case was cleaning up
         seconds = time.perf_counter() - start
         return Result(clause, CLAUSES[clause].contract, case, "failed", str(error), "TimeoutError", seconds)
@@ -152,17 +160,19 @@ def run(
     clauses: Sequence[str] | None = None,
     jobs: int = 1,
     timeout: int = 0,
+    schedules: int = 1,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run every case of the clauses on an implementation.
 
     Args:
         impl: a name, or a function with the signature of `gemattn.jagged_attention` (less `impl`).
-        device: "cuda" or "cpu"; default: a GPU if there is one. On a CPU, Triton's interpreter is turned on, which
-            works only before Triton is imported.
+        device: "cuda", "cpu", or "sm_90" or "sm_100": `gemattn.testing.tlx_sim` simulates that chip. Default: a GPU
+            if there is one. On a CPU, Triton's interpreter is turned on, which works only before Triton is imported.
         clauses: names or contract numbers; default: all.
         jobs: processes. With more than one, a case that kills its process fails alone, and `impl` must be picklable.
         timeout: seconds a case may take, by SIGALRM, so only from the main thread; 0: no limit.
+        schedules: under how many schedules a simulated chip runs each case.
         on_result: called with each result as it comes.
 
     Returns:
@@ -175,13 +185,13 @@ def run(
     found: dict[tuple[str, str], Result] = {}
     if jobs <= 1:
         for name, case in cases:
-            found[name, case] = _run_named(impl, device, name, case, timeout)
+            found[name, case] = _run_named(impl, device, name, case, timeout, schedules)
             on_result(found[name, case])
         return [found[key] for key in cases]
     waiting = list(cases)
     while waiting:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(_run_named, impl, device, *key, timeout): key for key in waiting}
+            futures = {pool.submit(_run_named, impl, device, *key, timeout, schedules): key for key in waiting}
             for future in as_completed(futures):
                 key = futures[future]
                 if future.exception() is None:

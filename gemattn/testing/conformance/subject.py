@@ -1,9 +1,10 @@
-"""The implementation under test on one device, and the batches that clauses ask it."""
+"""The implementation under test on one device or simulated chip, and the batches that clauses ask it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,24 +30,35 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 KINDS = ("self", "cross", "shared")
 
-# Tiles have 64 rows in the interpreter, 16 to 128 on a GPU, records 128: lengths before, at and after those.
+SIMULATED = {"sm_90": 90, "sm_100": 100}
+"""Devices that `gemattn.testing.tlx_sim` stands in for, on CPU tensors."""
+
+# Tiles have 64 rows in the interpreter, 16 to 128 on a GPU and simulated, records 128: lengths before, at and after
+# those.
 _LENGTHS = {
     "cpu": ([0, 3, 65, 17], [70, 0, 9, 20]),
     "few": ([3, 0, 17], [20, 4, 9]),
+    "simulated": ([0, 1, 64, 130, 0, 257], [5, 0, 300, 129, 0, 20]),
     "cuda": (
         [0, 1, 15, 16, 17, 63, 65, 129, 0, 300, 257, 128, 64, 500],
         [5, 0, 130, 16, 1, 64, 300, 129, 0, 20, 600, 128, 77, 700],
     ),
 }
-_SHARED_ROWS = {"cpu": 66, "few": 5, "cuda": 150}
+_SHARED_ROWS = {"cpu": 66, "few": 5, "simulated": 130, "cuda": 150}
 
 
 class Subject:
-    """An implementation on a device, as every clause takes it."""
+    """An implementation on a device, as every clause takes it.
+
+    Args:
+        impl: a name, or a function.
+        device: a PyTorch device, or one of `SIMULATED`.
+    """
 
     def __init__(self, impl: Implementation, device: torch.device | str):
         self.impl = impl
-        self.device = torch.device(device)
+        self.simulated = SIMULATED.get(str(device))
+        self.device = torch.device("cpu" if self.simulated else device)
         self.name = impl if isinstance(impl, str) else getattr(impl, "__name__", type(impl).__name__)
         self.reference = impl == "reference"
         self.function: Callable[..., Any] = (
@@ -58,22 +70,43 @@ class Subject:
         """Whether tensors are on a CUDA device."""
         return self.device.type == "cuda"
 
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels are those of a GPU, with its tile sizes, on one or simulated."""
+        return self.on_gpu or self.simulated is not None
+
+    @contextmanager
+    def schedule(self, seed: int) -> Iterator[None]:
+        """Within it a simulated chip runs the kernels in the order of that seed; elsewhere it does nothing.
+
+        Raises:
+            AssertionError: the simulator found a race, a hang, or a read of what nothing wrote.
+        """
+        if self.simulated is None:
+            yield
+            return
+        from gemattn.testing.tlx_sim import simulate  # not above: it imports Triton
+
+        with simulate(self.simulated, seed) as simulation:
+            yield
+        simulation.report.raise_if_any()
+
     def inputs(
         self, q_lengths: Sequence[int] | None, kv_lengths: Sequence[int] | None = None, **options: Any
     ) -> JaggedInputs:
-        """`make_inputs` on the device; one head on a CPU and two on a GPU, of size 16 and 64, float32 by default."""
+        """`make_inputs` on the device, float32 by default; one head of size 16 on a CPU, two of 64 on a GPU."""
         defaults: dict[str, Any] = {"heads": 1, "head_dim": 16}
-        if self.on_gpu:
-            defaults = {"heads": 2, "head_dim": 64}
+        if self.compiled:
+            defaults = {"heads": 2 if self.on_gpu else 1, "head_dim": 64}
         return make_inputs(q_lengths, kv_lengths, device=self.device, **(defaults | options))
 
     def batch(self, kind: str, **options: Any) -> JaggedInputs:
         """A batch of odd lengths, some of them 0, with slack rows: "self", "cross" or "shared"."""
-        return self._batch(kind, "cuda" if self.on_gpu else "cpu", options)
+        return self._batch(kind, "cuda" if self.on_gpu else "simulated" if self.simulated else "cpu", options)
 
     def few(self, kind: str, **options: Any) -> JaggedInputs:
-        """`batch`, on a CPU with shorter sequences: the interpreter is slow."""
-        return self._batch(kind, "cuda" if self.on_gpu else "few", options)
+        """`batch`, but shorter where the interpreter or the simulator would be slow."""
+        return self._batch(kind, "cuda" if self.on_gpu else "cpu" if self.simulated else "few", options)
 
     def _batch(self, kind: str, size: str, options: dict[str, Any]) -> JaggedInputs:
         q_lengths, kv_lengths = _LENGTHS[size]

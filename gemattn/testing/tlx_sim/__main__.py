@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from gemattn.dispatch import UnsupportedError
 from gemattn.testing.tlx_sim import cases, score, tutorials
 from gemattn.testing.tlx_sim.scenarios import SCENARIOS
 
@@ -90,6 +91,8 @@ def compare_cases(arguments: argparse.Namespace) -> bool:
             verdict = "within tolerance of the oracle"
         except AssertionError as error:
             verdict, good, found = f"WRONG: {error}", False, {}
+        except UnsupportedError as error:
+            verdict, found = f"not run: {error}", {}
         for result, x in found.items():
             if name in saved:
                 eps = torch.finfo(torch.bfloat16 if x.dtype == torch.float32 else x.dtype).eps

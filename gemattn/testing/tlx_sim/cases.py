@@ -35,6 +35,8 @@ _SHARED: dict[str, Any] = {"q_lengths": None, "shared_rows": 130, "kv_lengths": 
 CASES: dict[str, Case] = {
     "self": Case(_SELF, {}),
     "self, D 128, two heads": Case({"q_lengths": [100, 30], "heads": 2, "head_dim": 128}, {}),
+    "self, D 32": Case({"q_lengths": [130, 70], "head_dim": 32}, {"causal": True}),
+    "cross, D 32, long": Case({"q_lengths": [150], "kv_lengths": [530], "head_dim": 32}, {}),
     "self, float16": Case({"q_lengths": [150, 70], "dtype": torch.float16}, {}),
     "self, causal": Case(_SELF, {"causal": True}),
     "self, window": Case(_SELF, {"window": (100, 50)}),
@@ -46,6 +48,7 @@ CASES: dict[str, Case] = {
     "cross, causal, D 128": Case({"q_lengths": [140], "kv_lengths": [90], "head_dim": 128}, {"causal": True}),
     "shared query": Case(_SHARED, {}),
     "shared query, causal": Case(_SHARED, {"causal": True}),
+    "shared query, D 32": Case(_SHARED | {"head_dim": 32}, {}),
     "grouped heads": Case({"q_lengths": [130, 40], "heads": 2, "kv_heads": 1, "dout": False}, {}),
     "negative scale": Case(_SELF, {"scale": -0.3, "causal": True}),
     "zero scale": Case({"q_lengths": [70]}, {"scale": 0.0}),

@@ -290,7 +290,7 @@ def _consume(
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     UNIT: tl.constexpr = HALF * HEAD_DIM // SCRATCH_COLUMNS
-    DV_BUF: tl.constexpr = half * (RECORD_ROWS // HEAD_DIM)
+    DV_BUF: tl.constexpr = half if HEAD_DIM < HALF else half * (RECORD_ROWS // HEAD_DIM)
     tile_count = 0
     q_count = 0
     tile = tl.program_id(0)
@@ -407,7 +407,10 @@ def fused_gradient_kernel(
     do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, STAGES_Q)
     ds_bufs = tlx.local_alloc((HALF, HALF), DTYPE, 4)
     dq_bufs = tlx.local_alloc((HALF * HEAD_DIM // SCRATCH_COLUMNS, SCRATCH_COLUMNS), tl.float32, 1)
-    dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * (RECORD_ROWS // HEAD_DIM), reuse=ds_bufs)
+    if HEAD_DIM < HALF:  # rows of another width than ds's are laid out in another way: no place for them there
+        dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
+    else:
+        dv_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * (RECORD_ROWS // HEAD_DIM), reuse=ds_bufs)
     dk_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_K, reuse=k_bufs)
     lse_bufs = tlx.local_alloc((HALF,), tl.float32, STAGES_Q)
     delta_bufs = tlx.local_alloc((HALF,), tl.float32, STAGES_Q)

@@ -35,6 +35,7 @@ class ForwardTile(NamedTuple):
 
 
 FORWARD = {
+    32: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
     64: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
     128: (ForwardTile(128, 2, 2, num_stages=3), ForwardTile(64, 2, 4)),
 }

@@ -37,6 +37,7 @@ class FusedTile(NamedTuple):
 
 
 FUSED = {
+    32: FusedTile(2, 4, 240, early_dv=True, walk_rows=1024, walk_keys=4096),
     64: FusedTile(2, 4, 240, early_dv=True, walk_rows=512, walk_keys=4096),
     128: FusedTile(2, 2, 240, early_dv=False, walk_rows=256, walk_keys=4096),
 }

@@ -31,13 +31,14 @@ class KeyTile(NamedTuple):
 
 
 QUERY = {
+    32: (QueryTile(128, 2, 3), QueryTile(64, 2, 4)),
     64: (QueryTile(128, 2, 3), QueryTile(64, 2, 4)),
     128: (QueryTile(128, 1, 2), QueryTile(64, 2, 2)),
 }
 """By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
-KEY = {64: KeyTile(2, 4), 128: KeyTile(2, 3)}
+KEY = {32: KeyTile(2, 4), 64: KeyTile(2, 4), 128: KeyTile(2, 3)}
 REGISTERS = 240
-ONE_TILE_STAGES = {64: 2, 128: 1}
+ONE_TILE_STAGES = {32: 2, 64: 2, 128: 1}
 SHORT_CLASS = LENGTH_CLASSES.index(256)
 """Sequences of more keys than this come in blocks of 128 keys, the others in blocks of 64."""
 ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
