@@ -14,6 +14,9 @@ DESCRIPTOR_BYTES = 128
 WIDEST_WINDOW = 1 << 30
 """No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
 
+MOST_COLUMNS = 1 << 31
+"""Columns and coordinates that TMA counts in 32 bits."""
+
 
 class Gradients(NamedTuple):
     """What backward fills; each kernel writes the rows of its own sequences."""
@@ -21,6 +24,17 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+
+def statistics_size(rows: int, sequences: int, heads: int) -> int:
+    """Elements of a scratch of row statistics, in blocks of 64 rows that never straddle sequences.
+
+    Raises ValueError where TMA could not address them.
+    """
+    size = (rows // 64 + sequences + 1) * heads * 64
+    if size >= MOST_COLUMNS:
+        raise ValueError(f"{sequences} sequences of {heads} heads are too many for one call: split the batch")
+    return size
 
 
 @functools.cache
@@ -31,9 +45,10 @@ def multiprocessors(device: torch.device) -> int:
 
 def described(x: Tensor) -> Tensor:
     """`x`, or a copy that TMA can describe: gradients come in any layout, expanded from a scalar among others."""
-    rows, heads, _ = x.shape
+    rows, heads, head_dim = x.shape
     strides = ((x.stride(0), rows), (x.stride(1), heads))
     regular = x.stride(-1) == 1 and all(s * x.element_size() % 16 == 0 and s > 0 for s, n in strides if n > 1)
+    regular = regular and (heads - 1) * x.stride(1) + head_dim < MOST_COLUMNS
     return x if regular and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 

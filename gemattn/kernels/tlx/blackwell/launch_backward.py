@@ -14,12 +14,12 @@ from gemattn.kernels.tlx.host import (
     WIDEST_WINDOW,
     described,
     multiprocessors,
+    statistics_size,
     strides_of,
 )
 from gemattn.kernels.tlx.statistics import prepare_kernel
 from gemattn.spec import UNLIMITED, AttentionSpec
 
-_STATISTICS_BLOCK = 64
 _TENSORS = 11
 """`descriptors.STATISTICS`: descriptors a sequence."""
 
@@ -30,7 +30,9 @@ class GradientTile(NamedTuple):
     stages: int
     piece: int = 32
     """Columns of scores or sums that a thread holds at a time."""
-    compute_registers: int = 184
+    key_registers: int = 184
+    query_registers: int = 152
+    """Of the compute groups, which have masks to hold on the key side; the writer gets what they leave."""
     issue_registers: int = 40
 
 
@@ -65,7 +67,7 @@ def backward(
     chunks = min(sequences, -(-processors // max(blocks, 1)))
     shares = (chunks,) if spec.shared_query else ()
     dq = query.new_empty((*shares, *query.shape), dtype=torch.float32 if spec.shared_query else query.dtype)
-    statistics = (rows // _STATISTICS_BLOCK + sequences + 1) * heads * _STATISTICS_BLOCK
+    statistics = statistics_size(rows, sequences, heads)
     row_lse, row_delta = torch.empty((2, statistics), dtype=torch.float32, device=query.device)
     table = torch.empty((_TENSORS * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
@@ -153,7 +155,7 @@ def backward(
                 SHARED=shared,
                 HAS_LEFT=has_left,
                 HAS_RIGHT=has_right,
-                COMPUTE_REGISTERS=tile.compute_registers,
+                COMPUTE_REGISTERS=tile.key_registers if keys else tile.query_registers,
                 ISSUE_REGISTERS=tile.issue_registers,
                 num_warps=4,
                 num_stages=1,

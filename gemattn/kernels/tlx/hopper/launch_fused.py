@@ -10,7 +10,14 @@ from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
-from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import (
+    DESCRIPTOR_BYTES,
+    WIDEST_WINDOW,
+    Gradients,
+    multiprocessors,
+    statistics_size,
+    strides_of,
+)
 from gemattn.kernels.tlx.statistics import prepare_kernel
 from gemattn.spec import UNLIMITED, AttentionSpec
 
@@ -69,7 +76,7 @@ def fused_backward(
     walk = (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
     window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
-    statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
+    statistics = statistics_size(rows, sequences, heads)
     stat = torch.empty(statistics, dtype=torch.float32, device=query.device)
     delta = torch.empty_like(stat)
     query_blocks = -(-query.shape[0] // _BLOCK)

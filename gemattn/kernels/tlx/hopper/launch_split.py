@@ -11,7 +11,14 @@ from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_split_kernel
-from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import (
+    DESCRIPTOR_BYTES,
+    WIDEST_WINDOW,
+    Gradients,
+    multiprocessors,
+    statistics_size,
+    strides_of,
+)
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 
@@ -72,7 +79,7 @@ def split_backward(
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
     tiles = QUERY[head_dim]
-    statistics = (rows // 64 + sequences + 1) * heads * 64
+    statistics = statistics_size(rows, sequences, heads)
     row_lse = torch.empty(statistics, dtype=torch.float32, device=query.device)
     row_delta = torch.empty_like(row_lse)
     table = torch.empty((10 * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
