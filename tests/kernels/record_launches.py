@@ -19,62 +19,29 @@ import torch
 import triton
 import triton.compiler
 import triton.language as tl
-from ahead_of_time import StandIn
+from ahead_of_time import Asked, StandIn, batch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from gemattn.kernels import launcher
 from gemattn.kernels.launcher import Launcher
-from gemattn.kernels.schedule import make_schedule
 from gemattn.spec import AttentionSpec
 
 LAUNCHES: list[tuple[Any, ...]] = []
 
 
-class Driver(StandIn):
-    """A device that takes notes."""
-
-    device, stream = 0, 7
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 100 * device + self.stream
+def note_launch(x, y, z, stream, function, packed, metadata, enter, leave, *arguments):  # type: ignore[no-untyped-def]
+    if enter:
+        enter(metadata)
+    values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
+    LAUNCHES.append(((x, y, z), stream, function, packed, values, tuple(map(type, values))))
+    if leave:
+        leave(metadata)
 
 
-class Asked(CompiledKernel):
-    """Stands for a compiled kernel, and is known by all that decides what is compiled."""
-
-    def __init__(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-        self.src, self.metadata, self.module, self.name = source, SimpleNamespace(target=target), None, source.name
-        described = (source.signature, source.constants, source.attrs, options)
-        self.function = (source.fn.fn.__name__, driver.device, *(sorted(map(str, x.items())) for x in described))
-        self.packed_metadata = ("packed", id(self))
-
-    def __del__(self) -> None:
-        """Nothing was loaded."""
-
-    def _init_handles(self) -> None:
-        """Nothing to load."""
-
-    @property
-    def run(self) -> Any:
-        return self.launch
-
-    @staticmethod
-    def launch(x, y, z, stream, function, packed, metadata, enter, leave, *arguments):  # type: ignore[no-untyped-def]
-        if enter:
-            enter(metadata)
-        values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
-        LAUNCHES.append(((x, y, z), stream, function, packed, values, tuple(map(type, values))))
-        if leave:
-            leave(metadata)
-
-
-driver = Driver(GPUTarget("cuda", 90, 32))
+Asked.launch = staticmethod(note_launch)
+driver = StandIn(GPUTarget("cuda", 90, 32))
 triton.compiler.compile = lambda source, target, options, **_: Asked(source, target, options)
 triton_run, launch = JITFunction.run, Launcher.__call__
 in_triton = itertools.count()
@@ -108,25 +75,7 @@ def same_as_triton(self: Launcher, grid: Any, pointers: Any, numbers: Any, lean:
 def properties(arch: int) -> None:
     """Of the GPU that there is not."""
     driver.target = GPUTarget("cuda", arch, 32)
-    value = SimpleNamespace(multi_processor_count=4, major=arch // 10, minor=arch % 10)
-    torch.cuda.get_device_properties = lambda device=None: value
-
-
-def batch(head_dim: int, dtype: torch.dtype, kind: str, heads: int = 2, kv_heads: int = 2) -> tuple[Any, ...]:
-    """(query, key, value, q_offsets, kv_offsets, schedule)"""
-    offsets = torch.tensor([0, 40, 40, 700])
-    kv_offsets = offsets if kind in ("self", "fused") else torch.tensor([0, 33, 300, 640])
-    rows, kv_rows = 700, int(kv_offsets[-1])
-    if kind == "fused":  # views of one projection
-        query, key, value = torch.zeros(rows, 3, heads, head_dim, dtype=dtype).unbind(1)
-    else:
-        query = torch.zeros(80 if kind == "shared" else rows, heads, head_dim, dtype=dtype)
-        key, value = torch.zeros(2, kv_rows, kv_heads, head_dim, dtype=dtype)
-    q_offsets = None if kind == "shared" else offsets
-    schedule = make_schedule(
-        q_offsets, kv_offsets, query_rows=query.shape[0], key_rows=kv_rows, shared_query=kind == "shared"
-    )
-    return query, key, value, q_offsets, kv_offsets, list(schedule)
+    driver.properties()
 
 
 SPECS = (
