@@ -1,10 +1,9 @@
 """What the scripts that compile kernels without a GPU share. They run as processes of their own, beside this file."""
 
-import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,21 +71,17 @@ class Asked(CompiledKernel):
     """What happens at a launch."""
 
 
-@contextlib.contextmanager
-def asked() -> Iterator[list[tuple[ASTSource, dict[str, Any]]]]:
-    """Within it nothing is compiled; gives (source, options) of each kernel that launches would have compiled."""
+def compile_nothing() -> list[tuple[ASTSource, dict[str, Any]]]:
+    """From now on launches compile nothing; gives the list of (source, options) that they would have compiled, which
+    grows. `triton.compile` compiles as ever."""
     found = []
 
     def note(source: ASTSource, target: GPUTarget, options: dict[str, Any], **_: Any) -> Asked:
         found.append((source, options))
         return Asked(source, target, options)
 
-    usual = triton.compiler.compile
     triton.compiler.compile = note
-    try:
-        yield found
-    finally:
-        triton.compiler.compile = usual
+    return found
 
 
 def batch(head_dim: int, dtype: torch.dtype, kind: str, heads: int = 2, kv_heads: int = 2) -> tuple[Any, ...]:

@@ -2,10 +2,10 @@
 
     python tests/kernels/compile_launches.py --arch 90 100 --head-dim 64 128 --mask none both --kind self shared
 
-The host's own code runs, on CPU tensors, and each kernel that it would have compiled is compiled, with the same constants
-and the same hints about strides and addresses. Prints one JSON object a line: shared memory, tensor memory, instructions,
-registers, spilled bytes, and what the loops over blocks hold. Run it as a process of its own: some faults of the
-compiler abort it.
+The host's own code runs, on CPU tensors, and each kernel that it would have compiled is compiled, with the same
+constants and the same hints about strides and addresses. Prints one JSON object a line: shared memory, tensor memory,
+instructions, registers, spilled bytes, and what the loops over blocks hold. Run it as a process of its own: some faults
+of the compiler abort it.
 """
 
 import argparse
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import triton
-from ahead_of_time import StandIn, asked, batch, count, innermost_loops, machine_code
+from ahead_of_time import StandIn, batch, compile_nothing, count, innermost_loops, machine_code
 from triton.backends.compiler import GPUTarget
 
 driver = StandIn(GPUTarget("cuda", 90, 32))
+found = compile_nothing()
 
 from gemattn.kernels.tlx import blackwell, hopper  # noqa: E402 (after the stand-in)
 from gemattn.spec import UNLIMITED, AttentionSpec  # noqa: E402
@@ -29,18 +30,25 @@ KINDS = ("self", "cross", "shared")
 
 
 def launches(arch: int, head_dim: int, dtype: str, mask: str, kind: str) -> list[tuple[Any, dict[str, Any]]]:
-    """(source, options) of the kernels of a forward and of backward with and without determinism."""
+    """(source, options) of the kernels of forward and backward, deterministic and not, that no call before had."""
     driver.target = GPUTarget("cuda", arch, 32)
     driver.properties()
     implementation = hopper if arch == 90 else blackwell
-    with asked() as found:
-        tensors = batch(head_dim, DTYPES[dtype], kind, heads=4, kv_heads=4)
-        for deterministic in (False, True):
-            spec = AttentionSpec(head_dim**-0.5, *MASKS[mask], kind == "shared", deterministic)
-            out, lse = implementation.forward(*tensors, spec)
-            gradients = torch.zeros_like(out), torch.zeros_like(lse)
-            implementation.backward(*gradients, *tensors[:3], out, lse, *tensors[3:], spec)
-    return found
+    first = len(found)
+    tensors = batch(head_dim, DTYPES[dtype], kind, heads=4, kv_heads=4)
+    for deterministic in (False, True):
+        spec = AttentionSpec(head_dim**-0.5, *MASKS[mask], kind == "shared", deterministic)
+        out, lse = implementation.forward(*tensors, spec)
+        gradients = torch.zeros_like(out), torch.zeros_like(lse)
+        implementation.backward(*gradients, *tensors[:3], out, lse, *tensors[3:], spec)
+    return found[first:]
+
+
+def _constants(source: Any, brief: bool = False) -> dict[str, Any]:
+    """By name; without those of length classes where `brief`."""
+    names = source.fn.arg_names
+    constants = {names[place[0]]: value for place, value in source.constants.items()}
+    return {k: v for k, v in constants.items() if not (brief and k in ("BEGIN", "END", "KEYS_UP_TO"))}
 
 
 def compile_one(source: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -48,13 +56,12 @@ def compile_one(source: Any, options: dict[str, Any]) -> dict[str, Any]:
     compiled = triton.compile(source, target=driver.target, options=options)
     ptx = compiled.asm["ptx"]
     sass, usage = machine_code(compiled)
-    names = source.fn.arg_names
     loops = innermost_loops(sass, r"HGMMA|UTCHMMA|MUFU\.EX2")
     if not loops and count(sass.splitlines(), "HGMMA"):  # straight through: the whole kernel in place of a loop
         loops = [[line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]]
     return {
         "kernel": source.fn.fn.__name__,
-        "constants": {names[place[0]]: value for place, value in source.constants.items()},
+        "constants": _constants(source),
         "target": re.search(r"\.target (\S+)", ptx).group(1),
         "shared": compiled.metadata.shared,
         "tensor_columns": compiled.metadata.tmem_size or 0,
@@ -88,21 +95,23 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bf16"])
     parser.add_argument("--mask", nargs="+", choices=list(MASKS), default=["none"])
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--brief", action="store_true", help="a kernel for one range of length classes only")
     parser.add_argument("--kernel", nargs="+", default=[""], help="parts of the names of kernels")
     arguments = parser.parse_args()
+    seen: set[str] = set()
     for arch in arguments.arch:
-        seen = set()
         for head_dim in arguments.head_dim:
             for dtype in arguments.dtype:
                 for mask in arguments.mask:
                     about = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "mask": mask}
                     for kind in arguments.kind:
                         for source, options in launches(arch, head_dim, dtype, mask, kind):
-                            key = (source.hash(), str(sorted(options.items(), key=str)))
-                            if key in seen or not any(x in source.fn.fn.__name__ for x in arguments.kernel):
+                            apart = str((about, source.fn.fn.__name__, sorted(_constants(source, brief=True).items())))
+                            if arguments.brief and apart in seen:
                                 continue
-                            seen.add(key)
-                            print(json.dumps(about | {"kind": kind} | compile_one(source, options)), flush=True)
+                            seen.add(apart)
+                            if any(x in source.fn.fn.__name__ for x in arguments.kernel):
+                                print(json.dumps(about | {"kind": kind} | compile_one(source, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def backward(
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
     processors = multiprocessors(query.device)
     blocks = -(-query.shape[0] // BLOCK) * heads
-    chunks = min(sequences, -(-processors // max(blocks, 1)))
+    # With a shared query all programs run at once: one that had to wait would double the time.
+    chunks = min(sequences, max(1, processors // max(blocks, 1)))
     shares = (chunks,) if spec.shared_query else ()
     dq = query.new_empty((*shares, *query.shape), dtype=torch.float32 if spec.shared_query else query.dtype)
     statistics = statistics_size(rows, sequences, heads)
