@@ -42,11 +42,16 @@ def _capability(index: int) -> tuple[int, int]:
     return _get_device_capability(index)
 
 
+def index_of(device: torch.device) -> int:
+    """Of a CUDA device; that of the current one where it names none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _device_reasons(device: torch.device) -> list[str]:
     if not _installed("triton"):
         return ["triton is not installed: pip install 'gemattn[triton]'"]
     if device.type == "cuda":
-        major, minor = _capability(torch.cuda.current_device() if device.index is None else device.index)
+        major, minor = _capability(index_of(device))
         return [] if major >= 8 else [f"needs compute capability 8.0 or newer, this GPU has {major}.{minor}"]
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -72,7 +77,7 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
         return [f"runs on CUDA tensors, not on {query.device.type}"]
     reasons = []
     if simulated is None:
-        major, minor = _capability(torch.cuda.current_device() if query.device.index is None else query.device.index)
+        major, minor = _capability(index_of(query.device))
     else:
         major, minor = simulated
     if (major, minor) != (9, 0) and major != 10:
@@ -92,7 +97,7 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 def unconfirmed(device: torch.device) -> bool:
     """Whether the TLX kernels of this GPU were compiled and simulated, but never run on one of its kind."""
-    return device.type == "cuda" and _capability(device.index or 0)[0] == 10
+    return device.type == "cuda" and _capability(index_of(device))[0] == 10
 
 
 def _tma_describes(x: Tensor) -> bool:

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from gemattn import flops
+from gemattn.confirm import refuse_unconfirmed
 from gemattn.spec import AttentionSpec
 
 _MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton", "tlx": "gemattn.kernels.tlx"}
 
 
-def _module(impl: str) -> ModuleType:
+def _module(impl: str, device: torch.device) -> ModuleType:
+    """The implementation, unless its kernels may not run on the device."""
+    if impl == "tlx":  # the one place that every program passes, whatever compiled, exported or loaded it
+        refuse_unconfirmed(device)
     return importlib.import_module(_MODULES[impl])
 
 
@@ -66,7 +70,7 @@ def _register(impl: str) -> tuple[Any, Any]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with torch.autocast(query.device.type, enabled=False):  # dtypes are settled: `gemattn.attention` has cast
             schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
-            return _module(impl).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
+            return _module(impl, query.device).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
 
     @forward.register_fake
     def _(query, key, value, q_offsets, kv_offsets, *_):  # type: ignore[no-untyped-def]
@@ -98,7 +102,7 @@ def _register(impl: str) -> tuple[Any, Any]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with torch.autocast(query.device.type, enabled=False):
             schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
-            return _module(impl).backward(
+            return _module(impl, query.device).backward(
                 dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, spec
             )
 
@@ -148,7 +152,7 @@ def _register_double_backward(backward: Any) -> None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with torch.autocast(query.device.type, enabled=False):
-            return _module("reference").double_backward(
+            return _module("reference", query.device).double_backward(
                 ddq, ddk, ddv, dout, dlse, query, key, value, lse, q_offsets, kv_offsets, spec
             )
 
