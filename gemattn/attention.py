@@ -215,7 +215,7 @@ def _check(
     impl: str,
 ) -> _Call:
     dispatch.check_impl(impl)
-    for name, flag in flags._asdict().items():
+    for name, flag in zip(_Flags._fields, flags, strict=True):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is a {type(flag).__name__}, wanted a bool")
     _check_shapes(query, key, value)
@@ -281,8 +281,9 @@ def _check_offsets(
                 "(give kv_offsets for cross-attention)"
             )
     assert kv_offsets is not None
-    for name, offsets, rows in (("q_offsets", q_offsets, query.shape[0]), ("kv_offsets", kv_offsets, key.shape[0])):
-        if offsets is None:
+    device = query.device
+    for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
+        if offsets is None or (offsets is q_offsets and name == "kv_offsets"):
             continue
         if not isinstance(offsets, Tensor):
             raise TypeError(f"{name} is a {type(offsets).__name__}, wanted a tensor")
@@ -292,10 +293,12 @@ def _check_offsets(
             raise TypeError(f"{name} is {offsets.dtype}, wanted int32 or int64")
         if offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(offsets.shape)}, wanted (B + 1,)")
-        if offsets.device != query.device:
-            raise ValueError(f"{name} is on {offsets.device}, wanted query's device {query.device}")
-        if os.environ.get("GEMATTN_CHECK") == "1":
-            check_offset_values(name, offsets, rows)
+        if offsets.device != device:
+            raise ValueError(f"{name} is on {offsets.device}, wanted query's device {device}")
+    if os.environ.get("GEMATTN_CHECK") == "1":
+        for name, offsets, rows in (("q_offsets", q_offsets, query.shape[0]), ("kv_offsets", kv_offsets, key.shape[0])):
+            if offsets is not None:
+                check_offset_values(name, offsets, rows)
     if q_offsets is not None and q_offsets.shape[0] != kv_offsets.shape[0]:
         raise ValueError(
             f"q_offsets has {q_offsets.shape[0] - 1} sequences and kv_offsets {kv_offsets.shape[0] - 1}, wanted as many"

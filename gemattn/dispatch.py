@@ -47,11 +47,16 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device, or of the simulated chip."""
+    return simulated or _capability(index_of(device))
+
+
 def _device_reasons(device: torch.device) -> list[str]:
     if not _installed("triton"):
         return ["triton is not installed: pip install 'gemattn[triton]'"]
     if device.type == "cuda":
-        major, minor = _capability(index_of(device))
+        major, minor = capability(device)
         return [] if major >= 8 else [f"needs compute capability 8.0 or newer, this GPU has {major}.{minor}"]
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
@@ -76,10 +81,7 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     if query.device.type != "cuda" and simulated is None:
         return [f"runs on CUDA tensors, not on {query.device.type}"]
     reasons = []
-    if simulated is None:
-        major, minor = _capability(index_of(query.device))
-    else:
-        major, minor = simulated
+    major, minor = capability(query.device)
     if (major, minor) != (9, 0) and major != 10:
         reasons.append(f"needs compute capability 9.0 (Hopper) or 10.x (Blackwell), this GPU has {major}.{minor}")
     if not (_installed("triton") and _installed("triton.language.extra.tlx")):
@@ -102,14 +104,17 @@ def unconfirmed(device: torch.device) -> bool:
 
 def _tma_describes(x: Tensor) -> bool:
     """Whether the copy engine can address (T, H, D) as a matrix of all heads' columns."""
-    heads, head_dim = x.shape[1:]
+    _, heads, head_dim = x.shape
+    row_stride, head_stride, _ = x.stride()
+    size = x.element_size()
     # A graph cannot hold an offset into a storage: there the kernels copy what begins elsewhere.
-    bytes_of = [] if torch.compiler.is_compiling() else [x.storage_offset() * x.element_size()]
-    bytes_of += [x.stride(0) * x.element_size()]  # whatever T is: the choice may not depend on it
-    bytes_of += [x.stride(1) * x.element_size()] if heads > 1 else []
-    if any(b % 16 for b in bytes_of) or x.stride(0) == 0:
+    first = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    # The row stride counts whatever T is: the choice may not depend on it.
+    if row_stride == 0 or row_stride * size % 16 or first * size % 16:
         return False
-    return (heads - 1) * x.stride(1) + head_dim < 2**31
+    if heads > 1 and head_stride * size % 16:
+        return False
+    return (heads - 1) * head_stride + head_dim < 2**31
 
 
 def reasons(impl: str, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> list[str]:

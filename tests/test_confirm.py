@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import gemattn
-from gemattn import comparison, confirm, dispatch, reference
+from gemattn import comparison, confirm, dispatch, ops, reference
 from gemattn.testing import make_inputs
 
 B200 = torch.device("cuda", 0)
@@ -63,11 +63,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "_installed", torch.compiler.assume_constant_result(lambda module: True))
     monkeypatch.setattr(dispatch, "unconfirmed", lambda device: True)
     monkeypatch.setattr(confirm, "_verdicts", {})
-    monkeypatch.setitem(
-        sys.modules,
-        "gemattn.kernels.tlx",
-        SimpleNamespace(forward=kernels.forward, backward=kernels.backward),
-    )
+    monkeypatch.setitem(sys.modules, "gemattn.kernels.tlx", kernels)
+    monkeypatch.setattr(ops, "_module", {"tlx": kernels}.__getitem__)
     torch._dynamo.reset()
     return kernels
 

@@ -61,7 +61,7 @@ class Schedule(NamedTuple):
         for name, tensor, dtype, shape in wanted:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"schedule.{name} is {type(tensor).__name__}; want a tensor")
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            if tensor.dtype != dtype or tensor.shape != shape:
                 raise ValueError(
                     f"schedule.{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; {sequences} sequences, "
                     f"{query_rows} query rows and {key_rows} key rows want {dtype} of shape {shape}: "

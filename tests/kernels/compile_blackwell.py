@@ -27,6 +27,8 @@ def constants(kernel: str, head_dim: int) -> dict[str, Any]:
     options: dict[str, Any] = {name.upper(): value for name, value in tile._asdict().items()}
     if kernel in SIDES:
         options["KEYS"], options["SHARED"] = SIDES[kernel]
+        registers = options.pop("KEY_REGISTERS"), options.pop("QUERY_REGISTERS")
+        options["COMPUTE_REGISTERS"] = registers[not options["KEYS"]]
     return options
 
 

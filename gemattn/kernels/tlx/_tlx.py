@@ -21,6 +21,10 @@ def descriptor_slot(table, index, _semantic=None):
 
 @builtin
 def read_descriptor(table, index, block_shape, dtype, _semantic=None):
-    """The TMA descriptor that an earlier kernel wrote to place `index` of the table."""
+    """The TMA descriptor that an earlier kernel wrote to place `index` of the table.
+
+    The copy engine may still hold what stood at that address before: the fence has it look again.
+    """
     slot = descriptor_slot(table, index, _semantic=_semantic)
+    _semantic.builder.create_tensormap_fenceproxy_acquire(slot.handle)
     return tlx.reinterpret_tensor_descriptor(slot, block_shape, dtype, _semantic=_semantic)

@@ -1,8 +1,11 @@
 """Row statistics, which backward kernels read a block of 64 rows at a time."""
 
+import functools
+
 import triton
 import triton.language as tl
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.tlx.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
 
 
@@ -49,3 +52,11 @@ def prepare_kernel(
                     stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
                     tl.store(stat_ptr + stat + lane, lse)
                     tl.store(delta_ptr + stat + lane, delta)
+
+
+@functools.cache
+def prepare(head_dim: int, has_dlse: bool, has_right: bool, end: int, **options: int) -> Launcher:
+    """`prepare_kernel` with its constants and the compiler's options."""
+    return Launcher(
+        prepare_kernel, HEAD_DIM=head_dim, HAS_DLSE=has_dlse, HAS_RIGHT=has_right, END=end, num_warps=4, **options
+    )

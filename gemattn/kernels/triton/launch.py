@@ -1,5 +1,6 @@
 """Host side of the Triton kernels: allocate, choose tiles, launch. Called with real tensors only, checked before."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import BLOCK, Schedule, make_schedule
 from gemattn.kernels.triton import configs
 from gemattn.kernels.triton.forward import forward_kernel
@@ -20,6 +22,11 @@ _WIDEST_WINDOW = 1 << 30
 _SHARED_QUERY_PROGRAMS = 264
 """Programs that a shared query's gradient is spread over, about two for each multiprocessor of a large GPU. A constant,
 so the order of its sum depends on shapes alone."""
+
+
+@functools.cache
+def _launcher(kernel: Any, **constants: Any) -> Launcher:
+    return Launcher(kernel, **constants)
 
 
 def forward(
@@ -47,28 +54,31 @@ def forward(
     grid = (lists.q_tiles.shape[0] * (BLOCK // tile.block_m) * heads,)
     options = _options(query, spec)
     with torch.cuda.device_of(query):
-        forward_kernel[grid](
-            query,
-            key,
-            value,
-            out,
-            lse,
-            lists.q_offsets,
-            lists.kv_offsets,
-            lists.q_tiles,
-            *_strides(query),
-            *_strides(key),
-            *_strides(value),
-            sequences,
-            rows,
-            key.shape[0],
-            heads,
-            heads // key.shape[1],
-            *_window(spec),
-            _score_scale(query, spec),
-            SHARED_QUERY=spec.shared_query,
-            **options,
-            **_tile_options(tile),
+        launcher = _launcher(forward_kernel, SHARED_QUERY=spec.shared_query, **options, **_tile_options(tile))
+        launcher(
+            grid,
+            (
+                query,
+                key,
+                value,
+                out,
+                lse,
+                lists.q_offsets,
+                lists.kv_offsets,
+                lists.q_tiles,
+            ),
+            (
+                *_strides(query),
+                *_strides(key),
+                *_strides(value),
+                sequences,
+                rows,
+                key.shape[0],
+                heads,
+                heads // key.shape[1],
+                *_window(spec),
+                _score_scale(query, spec),
+            ),
         )
     return out, lse
 
@@ -120,35 +130,38 @@ def _query_gradient(
     tile = configs.tile("query_gradient", head_dim, query.element_size(), configs.family(query.device))
     grid = (lists.q_tiles.shape[0] * (BLOCK // tile.block_m) * heads,)
     options = _options(query, spec)
-    query_gradient_kernel[grid](
-        query,
-        key,
-        value,
-        out,
-        dout,
-        lse,
-        lse if dlse is None else dlse,
-        statistics[0],
-        statistics[-1],
-        dq,
-        lists.q_offsets,
-        lists.kv_offsets,
-        lists.q_tiles,
-        *_strides(query),
-        *_strides(key),
-        *_strides(value),
-        *_strides(dout),
-        lists.kv_offsets.shape[0] - 1,
-        rows,
-        key.shape[0],
-        heads,
-        heads // key.shape[1],
-        *_window(spec),
-        spec.scale,
-        _score_scale(query, spec),
-        HAS_DLSE=dlse is not None,
-        **options,
-        **_tile_options(tile),
+    launcher = _launcher(query_gradient_kernel, HAS_DLSE=dlse is not None, **options, **_tile_options(tile))
+    launcher(
+        grid,
+        (
+            query,
+            key,
+            value,
+            out,
+            dout,
+            lse,
+            lse if dlse is None else dlse,
+            statistics[0],
+            statistics[-1],
+            dq,
+            lists.q_offsets,
+            lists.kv_offsets,
+            lists.q_tiles,
+        ),
+        (
+            *_strides(query),
+            *_strides(key),
+            *_strides(value),
+            *_strides(dout),
+            lists.kv_offsets.shape[0] - 1,
+            rows,
+            key.shape[0],
+            heads,
+            heads // key.shape[1],
+            *_window(spec),
+            spec.scale,
+            _score_scale(query, spec),
+        ),
     )
     return dq
 
@@ -174,34 +187,37 @@ def _shared_query_gradient(
     chunks = min(sequences, triton.cdiv(_SHARED_QUERY_PROGRAMS, blocks * heads))
     partial = torch.empty((chunks, rows, heads, head_dim), dtype=torch.float32, device=query.device)
     options = _options(query, spec)
-    shared_query_gradient_kernel[(chunks * heads * blocks,)](
-        query,
-        key,
-        value,
-        out,
-        dout,
-        lse,
-        lse if dlse is None else dlse,
-        statistics[0],
-        statistics[-1],
-        partial,
-        lists.kv_offsets,
-        *_strides(query),
-        *_strides(key),
-        *_strides(value),
-        *_strides(dout),
-        sequences,
-        chunks,
-        rows,
-        key.shape[0],
-        heads,
-        heads // key.shape[1],
-        *_window(spec),
-        spec.scale,
-        _score_scale(query, spec),
-        HAS_DLSE=dlse is not None,
-        **options,
-        **_tile_options(tile),
+    launcher = _launcher(shared_query_gradient_kernel, HAS_DLSE=dlse is not None, **options, **_tile_options(tile))
+    launcher(
+        (chunks * heads * blocks,),
+        (
+            query,
+            key,
+            value,
+            out,
+            dout,
+            lse,
+            lse if dlse is None else dlse,
+            statistics[0],
+            statistics[-1],
+            partial,
+            lists.kv_offsets,
+        ),
+        (
+            *_strides(query),
+            *_strides(key),
+            *_strides(value),
+            *_strides(dout),
+            sequences,
+            chunks,
+            rows,
+            key.shape[0],
+            heads,
+            heads // key.shape[1],
+            *_window(spec),
+            spec.scale,
+            _score_scale(query, spec),
+        ),
     )
     return partial.sum(0).to(query.dtype)
 
@@ -223,36 +239,44 @@ def _key_gradient(
     tile = configs.tile("key_gradient", head_dim, query.element_size(), configs.family(query.device))
     grid = (lists.kv_tiles.shape[0] * (BLOCK // tile.block_n) * kv_heads,)
     options = _options(query, spec)
-    key_gradient_kernel[grid](
-        query,
-        key,
-        value,
-        dout,
-        lse,
-        lse if dlse is None else dlse,
-        statistics[0],
-        statistics[-1],
-        dk,
-        dv,
-        lists.q_offsets,
-        lists.kv_offsets,
-        lists.kv_tiles,
-        *_strides(query),
-        *_strides(key),
-        *_strides(value),
-        *_strides(dout),
-        lists.kv_offsets.shape[0] - 1,
-        lse.shape[1],
-        rows,
-        kv_heads,
-        query.shape[1] // kv_heads,
-        *_window(spec),
-        spec.scale,
-        _score_scale(query, spec),
+    launcher = _launcher(
+        key_gradient_kernel,
         SHARED_QUERY=spec.shared_query,
         HAS_DLSE=options["EXACT"] and dlse is not None,
         **options,
         **_tile_options(tile),
+    )
+    launcher(
+        grid,
+        (
+            query,
+            key,
+            value,
+            dout,
+            lse,
+            lse if dlse is None else dlse,
+            statistics[0],
+            statistics[-1],
+            dk,
+            dv,
+            lists.q_offsets,
+            lists.kv_offsets,
+            lists.kv_tiles,
+        ),
+        (
+            *_strides(query),
+            *_strides(key),
+            *_strides(value),
+            *_strides(dout),
+            lists.kv_offsets.shape[0] - 1,
+            lse.shape[1],
+            rows,
+            kv_heads,
+            query.shape[1] // kv_heads,
+            *_window(spec),
+            spec.scale,
+            _score_scale(query, spec),
+        ),
     )
     return dk, dv
 

@@ -4,10 +4,14 @@ A stable counting sort over length classes, half a power of two wide: near enoug
 a grid. Every program reads all offsets (they are few and stay in cache) and writes the records of its own sequences.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gemattn.kernels.launcher import Launcher
 
 _CHUNK = 128
 """Sequences a program writes."""
@@ -174,6 +178,11 @@ def tile_list_kernel(
         )  # fmt: skip
 
 
+@functools.cache
+def _launcher(shared: bool, block: int) -> Launcher:
+    return Launcher(tile_list_kernel, SHARED=shared, BLOCK=block, CHUNK=_CHUNK, SCAN=_SCAN, num_warps=8)
+
+
 def tile_lists(
     q_offsets: Tensor | None,
     kv_offsets: Tensor,
@@ -200,24 +209,9 @@ def tile_lists(
     shared = q_offsets is None
     q_offsets = kv_offsets if q_offsets is None or same else q_offsets.contiguous()
     with torch.cuda.device_of(kv_offsets):
-        tile_list_kernel[(max(1, triton.cdiv(sequences, _CHUNK)), 1 if same else 2)](
-            q_offsets,
-            kv_offsets,
-            q_starts,
-            kv_starts,
-            q_tiles,
-            kv_tiles,
-            q_longer,
-            kv_longer,
-            q_rows,
-            kv_rows,
-            sequences,
-            num_q_records,
-            num_kv_records,
-            SHARED=shared,
-            BLOCK=block,
-            CHUNK=_CHUNK,
-            SCAN=_SCAN,
-            num_warps=8,
+        _launcher(shared, block)(
+            (max(1, triton.cdiv(sequences, _CHUNK)), 1 if same else 2),
+            (q_offsets, kv_offsets, q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer),
+            (q_rows, kv_rows, sequences, num_q_records, num_kv_records),
         )
     return q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer

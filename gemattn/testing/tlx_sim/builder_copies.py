@@ -51,6 +51,9 @@ class CopyBuilder(BarrierBuilder):
             self.machine.descriptors.put(int(scalar(slot)), descriptor)
         return descriptor
 
+    def create_tensormap_fenceproxy_acquire(self, slot):
+        """Descriptors are read anew every time."""
+
     def create_reinterpret_tensor_descriptor(self, slot, block):
         descriptor = self.machine.descriptors.get(int(scalar(slot)))
         wanted = [int(scalar(n)) for n in block.shape]

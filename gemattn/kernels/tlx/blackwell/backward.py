@@ -179,7 +179,7 @@ def _multiply(
 @triton.jit
 def _compute(
     tiles_ptr, offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, num_tiles, heads, num_sequences, window_left,
-    window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs, ab_full, s_full, ds_full,
+    window_right, score_scale, a_bufs, scores, p, dp, ds, lse_bufs, delta_bufs, ab_full, s_full, ds_full,
     group: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -204,6 +204,7 @@ def _compute(
                 has_block = rows // BLOCK * BLOCK < own
                 tlx.local_store(lse_bufs[group], tl.load(stat_ptr + place, mask=has_block, other=float("inf")))
                 tlx.local_store(delta_bufs[group], tl.load(delta_ptr + place, mask=has_block, other=0.0))
+            seeing = first_seeing_row(own, other, window_right, HAS_RIGHT)
             for step in tl.range((count + group) & 1, end - begin, 2):
                 block = begin + step
                 buf, phase = ring(count + step, STAGES)
@@ -229,7 +230,13 @@ def _compute(
                     if KEYS:
                         tlx.local_store(tlx.subslice(p[group], piece * PIECE, PIECE), x.to(DTYPE))
                     x *= tlx.local_load(tlx.subslice(dp[group], piece * PIECE, PIECE)) - delta
+                    if SHARED and HAS_RIGHT:
+                        x = tl.where((rows >= seeing)[:, None], x, 0.0)
                     tlx.local_store(tlx.subslice(ds[group], piece * PIECE, PIECE), x.to(DTYPE))
+                if SHARED and HAS_RIGHT:
+                    if first < seeing:
+                        tlx.barrier_wait(ab_full[buf], phase)
+                        _clear_what_is_not_finite(a_bufs[buf])
                 tlx.barrier_arrive(ds_full[group], 1)
             count += end - begin
         segment = next_segment
@@ -238,6 +245,19 @@ def _compute(
         own = next_own
         other = next_other
         start = next_start
+
+
+@triton.jit
+def _clear_what_is_not_finite(keys):
+    """Of keys whose scores are there, before dQ takes them: rows of a shared query that see none of this sequence must
+    get nothing from it, and 0 times NaN is NaN. In rows that see a NaN key it shows, for their ds is NaN.
+    """
+    STEP: tl.constexpr = 8
+    for row in tl.static_range(0, BLOCK, STEP):
+        rows = tlx.local_slice(keys, [row, 0], [STEP, keys.shape[1]])
+        x = tlx.local_load(rows)
+        tlx.local_store(rows, tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0))
+    tlx.fence("async_shared")
 
 
 @triton.jit
@@ -313,7 +333,7 @@ def gradient_kernel(
         with tlx.async_task(num_warps=4, registers=COMPUTE_REGISTERS, replicate=2):
             _compute(
                 tiles_ptr, offsets_ptr, kv_offsets_ptr, stat_ptr, delta_ptr, num_tiles, heads, num_sequences,
-                window_left, window_right, score_scale, scores, p, dp, ds, lse_bufs, delta_bufs,
+                window_left, window_right, score_scale, a_bufs, scores, p, dp, ds, lse_bufs, delta_bufs,
                 ab_full, s_full, ds_full, tlx.async_task_replica_id(), DTYPE, STAGES, PIECE, KEYS, SHARED, HAS_LEFT,
                 HAS_RIGHT,
             )  # fmt: skip

@@ -47,17 +47,36 @@ def describe_backward_kernel(
         rows = n_q - seeing
         stride = heads * HEAD_DIM
         for block in tl.static_range(2):
-            BOX: tl.constexpr = ROWS if block else RECORD_ROWS
             slot = (Q_BLOCK if block else Q_TILE) * num_sequences + sequence
-            describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BOX)
+            describe_rows(
+                table,
+                slot,
+                q_ptr,
+                q_first,
+                rows,
+                q_row_stride,
+                q_head_stride,
+                heads,
+                HEAD_DIM,
+                ROWS if block else RECORD_ROWS,
+            )
             slot += num_sequences
             describe_rows(
-                table, slot, dout_ptr, do_first, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BOX
+                table,
+                slot,
+                dout_ptr,
+                do_first,
+                rows,
+                dout_row_stride,
+                dout_head_stride,
+                heads,
+                HEAD_DIM,
+                ROWS if block else RECORD_ROWS,
             )
             slot += num_sequences
             describe_keys(
                 table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
-                v_head_stride, heads, HEAD_DIM, BOX,
+                v_head_stride, heads, HEAD_DIM, ROWS if block else RECORD_ROWS,
             )  # fmt: skip
         slot = DK * num_sequences + sequence
         describe_rows(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, RECORD_ROWS)

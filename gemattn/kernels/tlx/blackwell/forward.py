@@ -144,7 +144,8 @@ def _multiply(
                     else:
                         # The last scores of group 1 came before: both queries are read.
                         tlx.tcgen05_commit(q_free[0])
-                        tlx.tcgen05_commit(o_full[0])
+                        if both:  # its store need not wait for group 1's values
+                            tlx.tcgen05_commit(o_full[0])
                     if both:
                         _add_values(1, pair_blocks, step, p, kv_bufs[v_buf], o, p_full, o_ready)
                         pair_blocks += 1
@@ -158,9 +159,12 @@ def _multiply(
                         tlx.tcgen05_commit(kv_free[k_buf])
                     blocks += 1
                     count += 2
+                # The program's last commit is one that it waits for: nothing may arrive after its end.
                 if both:
                     tlx.tcgen05_commit(o_full[1])
                     pairs += 1
+                else:
+                    tlx.tcgen05_commit(o_full[0])
                 tiles += 1
         segment = next_segment
         first_row = next_first_row

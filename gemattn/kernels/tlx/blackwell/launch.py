@@ -1,14 +1,23 @@
 """Host side of the Blackwell forward: choose the tile, launch. Called with real tensors only, checked before."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.blackwell.forward import forward_kernel
-from gemattn.kernels.tlx.host import WIDEST_WINDOW, described, forward_outputs, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import (
+    ForwardBlocks,
+    described,
+    forward_outputs,
+    multiprocessors,
+    strides_of,
+    window_of,
+)
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 BLOCK = 128
@@ -28,6 +37,23 @@ class ForwardTile(NamedTuple):
 
 FORWARD = {64: ForwardTile(6), 128: ForwardTile(3)}
 """By head size."""
+
+
+@functools.cache
+def _forward(head_dim: int, tile: ForwardTile, has_left: bool, has_right: bool) -> Launcher:
+    return Launcher(
+        forward_kernel,
+        HEAD_DIM=head_dim,
+        STAGES=tile.stages,
+        PIECE=tile.piece,
+        HAS_LEFT=has_left,
+        HAS_RIGHT=has_right,
+        SOFTMAX_REGISTERS=tile.softmax_registers,
+        ISSUE_REGISTERS=tile.issue_registers,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
 
 
 def programs(num_tiles: int, device: torch.device) -> int:
@@ -50,40 +76,27 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
-    query, key, value = (described(x) for x in (query, key, value))
-    heads, head_dim = query.shape[1:]
-    tile = FORWARD[head_dim]
+    query, key, value = described(query), described(key), described(value)
+    _, heads, head_dim = query.shape
     num_tiles = lists.q_tiles.shape[0] * heads
+    launcher = _forward(head_dim, FORWARD[head_dim], spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     with torch.cuda.device_of(query):
-        out, lse, table = forward_outputs(
-            query, key, value, lists, spec, block_m=BLOCK, longer=LENGTH_CLASSES[0], block_n=BLOCK, short_block_n=BLOCK
-        )
-        forward_kernel[(programs(num_tiles, query.device),)](
-            table,
-            lists.q_tiles,
-            lists.q_offsets,
-            out,
-            lse,
-            num_tiles,
-            heads,
-            heads // key.shape[1],
-            lists.kv_offsets.shape[0] - 1,
-            out.shape[0],
-            strides_of(query)[1],
-            strides_of(key)[1],
-            strides_of(value)[1],
-            min(spec.window_left, WIDEST_WINDOW),
-            min(spec.window_right, WIDEST_WINDOW),
-            spec.scale * math.log2(math.e),
-            HEAD_DIM=head_dim,
-            STAGES=tile.stages,
-            PIECE=tile.piece,
-            HAS_LEFT=spec.window_left != UNLIMITED,
-            HAS_RIGHT=spec.window_right != UNLIMITED,
-            SOFTMAX_REGISTERS=tile.softmax_registers,
-            ISSUE_REGISTERS=tile.issue_registers,
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=False,
+        blocks = ForwardBlocks(BLOCK, LENGTH_CLASSES[0], BLOCK, BLOCK)
+        out, lse, table = forward_outputs(query, key, value, lists, spec, blocks)
+        launcher(
+            (programs(num_tiles, query.device),),
+            (table, lists.q_tiles, lists.q_offsets, out, lse),
+            (
+                num_tiles,
+                heads,
+                heads // key.shape[1],
+                lists.kv_offsets.shape[0] - 1,
+                out.shape[0],
+                strides_of(query)[1],
+                strides_of(key)[1],
+                strides_of(value)[1],
+                *window_of(spec),
+                spec.scale * math.log2(math.e),
+            ),
         )
     return out, lse

@@ -159,7 +159,7 @@ def _rows_from(first_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _gradient_block(
-    dk, dv, q_count, block, freeing, tile_end, tile_count, first_rows, width, score_scale, dq_desc,
+    dk, dv, q_count, block, freeing, tile_end, tile_count, seeing, first_rows, width, score_scale, dq_desc,
     scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full,
     v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr,
@@ -223,6 +223,8 @@ def _gradient_block(
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[slot]), k_bufs[2 * stage])
         dq = tlx.async_dot(tlx.local_trans(ds_bufs[2 + slot]), k_bufs[2 * stage + 1], dq)
         dq = tlx.async_dot_wait(0, dq)
+        if SHARED_QUERY and HAS_RIGHT and MASKED:  # rows that see no key here: 0 times a NaN key is NaN
+            dq = tl.where((block * HALF + tl.arange(0, HALF) >= seeing)[:, None], dq, 0.0)
         tlx.local_store(dq_buf, in_register_order(dq, HALF, HEAD_DIM))
         tlx.fence("async_shared")
         place = (scratch ^ (scratch >> 31)) + block * (HALF * HEAD_DIM // SCRATCH_COLUMNS)
@@ -246,17 +248,17 @@ def _dq_is_done(half: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _gradient_pairs(
-    dk, dv, q_count, from_block, to_block, freeing, tile_end, tile_count, first_rows, width, score_scale, dq_desc,
-    scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full,
-    q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr,
-    STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr, SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, q_count, from_block, to_block, freeing, tile_end, tile_count, seeing, first_rows, width, score_scale,
+    dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free,
+    q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr, SHARED_QUERY: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [from_block, to_block), both even: two at a time, so that the compiler knows whose turn it is."""
     for block in tl.range(from_block, to_block, 2):
         for turn in tl.static_range(2):
             dk, dv, q_count = _gradient_block(
-                dk, dv, q_count, block + turn, freeing, tile_end, tile_count, first_rows, width,
+                dk, dv, q_count, block + turn, freeing, tile_end, tile_count, seeing, first_rows, width,
                 score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                 HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, MASKED, turn,
@@ -326,32 +328,33 @@ def _consume(
                 # What a window leaves a key: `width` rows from first_rows on.
                 first_rows = keys - (n_kv - n_q) - window_right
                 width = window_left + window_right + 1
+                seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
                 freeing = tl.where(tile_count > 0, begin, -1)
                 stage, k_phase = ring(tile_count, STAGES_K)
                 tlx.barrier_wait(k_full[stage], k_phase)
                 if HAS_RIGHT:
                     dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, begin, free_begin, freeing, end, tile_count, first_rows,
+                        dk, dv, q_count, begin, free_begin, freeing, end, tile_count, seeing, first_rows,
                         width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 dk, dv, q_count = _gradient_pairs(
-                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, first_rows, width,
+                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, seeing, first_rows, width,
                     score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                     delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                     DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False,
                 )  # fmt: skip
                 if HAS_LEFT:
                     dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, free_end, paired, freeing, end, tile_count, first_rows,
+                        dk, dv, q_count, free_end, paired, freeing, end, tile_count, seeing, first_rows,
                         width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                     )  # fmt: skip
                 for block in tl.range(paired, end):
                     dk, dv, q_count = _gradient_block(
-                        dk, dv, q_count, block, freeing, end, tile_count, first_rows, width, score_scale,
+                        dk, dv, q_count, block, freeing, end, tile_count, seeing, first_rows, width, score_scale,
                         dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                         ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                         HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT,

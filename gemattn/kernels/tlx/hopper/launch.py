@@ -1,22 +1,25 @@
 """Host side of the Hopper kernels: allocate, choose tiles, launch. Called with real tensors only, checked before."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
 from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
 from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
 from gemattn.kernels.tlx.host import (
-    WIDEST_WINDOW,
+    ForwardBlocks,
     Gradients,
     described,
     forward_outputs,
     multiprocessors,
     strides_of,
+    window_of,
 )
 from gemattn.spec import UNLIMITED, AttentionSpec
 
@@ -46,6 +49,26 @@ FUSED_CLASS = LENGTH_CLASSES.index(512)
 """Sequences of more keys than this take the fused backward, unless the call has a mask or asks for determinism."""
 
 
+@functools.cache
+def _forward(head_dim: int, tile: ForwardTile, begin: int, end: int, has_left: bool, has_right: bool) -> Launcher:
+    return Launcher(
+        forward_kernel,
+        HEAD_DIM=head_dim,
+        BLOCK_N=tile.block_n,
+        STAGES_Q=tile.stages_q,
+        STAGES_KV=tile.stages_kv,
+        BEGIN=begin,
+        END=end,
+        HAS_LEFT=has_left,
+        HAS_RIGHT=has_right,
+        REGISTERS=tile.registers,
+        WARP_BARRIERS=tile.warp_barriers,
+        num_warps=4,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -57,56 +80,30 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, H, D) in the input dtype and lse (H, rows) float32, natural log; every row written."""
     lists = Schedule(*schedule)
-    query, key, value = (described(x) for x in (query, key, value))
-    heads, head_dim = query.shape[1:]
+    query, key, value = described(query), described(key), described(value)
+    _, heads, head_dim = query.shape
     tiles = FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
     grid = (min(num_tiles, multiprocessors(query.device)),)
+    masks = (spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     with torch.cuda.device_of(query):
-        out, lse, table = forward_outputs(
-            query,
-            key,
-            value,
-            lists,
-            spec,
-            block_m=64,
-            longer=LENGTH_CLASSES[SHORT_CLASS],
-            block_n=tiles[0].block_n,
-            short_block_n=tiles[1].block_n,
+        blocks = ForwardBlocks(64, LENGTH_CLASSES[SHORT_CLASS], tiles[0].block_n, tiles[1].block_n)
+        out, lse, table = forward_outputs(query, key, value, lists, spec, blocks)
+        pointers = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, out, lse)
+        numbers = (
+            num_tiles,
+            heads,
+            heads // key.shape[1],
+            lists.kv_offsets.shape[0] - 1,
+            out.shape[0],
+            strides_of(query)[1],
+            strides_of(key)[1],
+            strides_of(value)[1],
+            *window_of(spec),
+            spec.scale * math.log2(math.e),
         )
-        for tile, (begin, end) in zip(tiles, ((-1, SHORT_CLASS), (SHORT_CLASS, -1)), strict=True):
-            forward_kernel[grid](
-                table,
-                lists.q_tiles,
-                lists.q_longer,
-                lists.q_offsets,
-                out,
-                lse,
-                num_tiles,
-                heads,
-                heads // key.shape[1],
-                lists.kv_offsets.shape[0] - 1,
-                out.shape[0],
-                strides_of(query)[1],
-                strides_of(key)[1],
-                strides_of(value)[1],
-                min(spec.window_left, WIDEST_WINDOW),
-                min(spec.window_right, WIDEST_WINDOW),
-                spec.scale * math.log2(math.e),
-                HEAD_DIM=head_dim,
-                BLOCK_N=tile.block_n,
-                STAGES_Q=tile.stages_q,
-                STAGES_KV=tile.stages_kv,
-                BEGIN=begin,
-                END=end,
-                HAS_LEFT=spec.window_left != UNLIMITED,
-                HAS_RIGHT=spec.window_right != UNLIMITED,
-                REGISTERS=tile.registers,
-                WARP_BARRIERS=tile.warp_barriers,
-                num_warps=4,
-                num_stages=tile.num_stages,
-                enable_fp_fusion=False,
-            )
+        _forward(head_dim, tiles[0], -1, SHORT_CLASS, *masks)(grid, pointers, numbers)
+        _forward(head_dim, tiles[1], SHORT_CLASS, -1, *masks)(grid, pointers, numbers)
     return out, lse
 
 
@@ -125,9 +122,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the input dtype, every row written; deterministic where `spec` asks for it. G = H only."""
     lists = Schedule(*schedule)
-    query, key, value, dout = (described(x) for x in (query, key, value, dout))
+    query, key, value, dout = described(query), described(key), described(value), described(dout)
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
+    gradients = Gradients(dq, dk, torch.empty_like(dk))
     tensors = (gradients, dout, dlse, query, key, value, out.contiguous(), lse.contiguous(), lists, spec)
     # One list of tiles for both sides: the lengths are the same.
     self_attention = lists.q_tiles.data_ptr() == lists.kv_tiles.data_ptr()

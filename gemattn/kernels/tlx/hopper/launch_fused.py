@@ -1,17 +1,27 @@
 """Host side of the fused backward: allocate, choose tiles, launch."""
 
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
-from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
-from gemattn.kernels.tlx.statistics import prepare_kernel
+from gemattn.kernels.tlx.host import (
+    DESCRIPTOR_BYTES,
+    Gradients,
+    multiprocessors,
+    statistics_size,
+    strides_of,
+    window_of,
+)
+from gemattn.kernels.tlx.statistics import prepare
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 _BLOCK = 64
@@ -43,6 +53,47 @@ FUSED = {
 }
 
 
+@functools.cache
+def _describe(head_dim: int, shared_query: bool, has_right: bool) -> Launcher:
+    return Launcher(
+        describe_fused_kernel,
+        HEAD_DIM=head_dim,
+        BLOCK=_BLOCK,
+        SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
+        SCRATCH_COLUMNS=_COLUMNS,
+        SHARED_QUERY=shared_query,
+        HAS_RIGHT=has_right,
+        num_warps=1,
+    )
+
+
+@functools.cache
+def _gradient(head_dim: int, tile: FusedTile, shared_query: bool, has_left: bool, has_right: bool) -> Launcher:
+    return Launcher(
+        fused_gradient_kernel,
+        HEAD_DIM=head_dim,
+        STAGES_K=tile.stages_k,
+        STAGES_Q=tile.stages_q,
+        EARLY_DV=tile.early_dv,
+        SHARED_QUERY=shared_query,
+        HAS_LEFT=has_left,
+        HAS_RIGHT=has_right,
+        REGISTERS=tile.registers,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@functools.cache
+def _finish(head_dim: int, has_right: bool, last_class: int) -> Launcher:
+    return Launcher(finish_kernel, HEAD_DIM=head_dim, HAS_RIGHT=has_right, END=last_class, num_warps=4, num_stages=1)
+
+
+@functools.cache
+def _add_partials(head_dim: int) -> Launcher:
+    return Launcher(add_partials_kernel, HEAD_DIM=head_dim, num_warps=4, num_stages=1)
+
+
 def fused_backward(
     gradients: Gradients,
     dout: Tensor,
@@ -62,148 +113,97 @@ def fused_backward(
     Tensors are such that TMA can describe them; a mask comes with a shared query alone, which is deterministic here.
     """
     dq, dk, dv = gradients
-    heads, head_dim = query.shape[1:]
+    query_rows, heads, head_dim = query.shape
+    device = query.device
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
+    records = lists.kv_tiles.shape[0]
     tile = FUSED[head_dim]
     walk = (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
-    statistics = (rows // _BLOCK + sequences + 1) * heads * _BLOCK
-    stat = torch.empty(statistics, dtype=torch.float32, device=query.device)
+    window = window_of(spec)
+    processors = multiprocessors(device)
+    statistics = statistics_size(rows, sequences, heads)
+    stat = torch.empty(statistics, dtype=torch.float32, device=device)
     delta = torch.empty_like(stat)
-    query_blocks = -(-query.shape[0] // _BLOCK)
-    chunks = max(1, multiprocessors(query.device) // heads)
+    query_blocks = -(-query_rows // _BLOCK)
+    chunks = max(1, processors // heads)
     if spec.shared_query:
         # A program adds to a block of its own; no other pass clears it.
         blocks = chunks * heads * query_blocks
-        scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=query.device)
+        scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=device)
         programs = chunks * heads
         first = rest = lists.kv_tiles
         launches = [(lists.kv_tiles, False)]
     else:
-        scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=query.device)
-        programs = min(lists.kv_tiles.shape[0] * heads, multiprocessors(query.device))
+        scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=device)
+        programs = min(records * heads, processors)
         first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
         launches = [(first, True), (rest, False)]
-    table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
+    table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
     q_tiles = lists.q_tiles.shape[0] * heads
-    passes = min(q_tiles, 16 * multiprocessors(query.device))
-    describe_fused_kernel[(sequences + (1 if spec.shared_query else 2),)](
-        table,
-        query,
-        dout,
-        key,
-        value,
-        dk,
-        dv,
-        stat,
-        delta,
-        scratch,
-        lists.kv_tiles,
-        first,
-        rest,
-        lists.q_offsets,
-        lists.kv_offsets,
-        *strides_of(query),
-        *strides_of(key),
-        *strides_of(value),
-        *strides_of(dout),
-        sequences,
-        statistics,
-        max(1, scratch.numel() // _COLUMNS),
-        window[1],
-        lists.kv_tiles.shape[0],
-        *walk,
-        -1 if last_class < 0 else LENGTH_CLASSES[last_class],
-        heads,
-        HEAD_DIM=head_dim,
-        BLOCK=_BLOCK,
-        SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
-        SCRATCH_COLUMNS=_COLUMNS,
-        SHARED_QUERY=spec.shared_query,
-        HAS_RIGHT=has_right,
-        num_warps=1,
-    )
-    prepare_kernel[(passes,)](
-        lists.q_tiles,
-        lists.q_longer,
-        lists.q_offsets,
-        out,
-        dout,
-        lse,
-        lse if dlse is None else dlse,
-        stat,
-        delta,
-        q_tiles,
-        heads,
-        sequences,
-        rows,
-        *strides_of(dout),
-        window[1],
-        HEAD_DIM=head_dim,
-        HAS_DLSE=dlse is not None,
-        HAS_RIGHT=has_right,
-        END=last_class,
-        num_warps=4,
-        num_stages=1,
-    )
-    for tiles, first_tiles in launches:
-        fused_gradient_kernel[(programs,)](
+    passes = min(q_tiles, 16 * processors)
+    strides = [strides_of(x) for x in (query, key, value, dout)]
+    _describe(head_dim, spec.shared_query, has_right)(
+        (sequences + (1 if spec.shared_query else 2),),
+        (
             table,
-            tiles,
-            lists.q_offsets,
-            lists.kv_offsets,
+            query,
+            dout,
+            key,
+            value,
             dk,
             dv,
-            tiles.shape[0] * heads,
-            heads,
+            stat,
+            delta,
+            scratch,
+            lists.kv_tiles,
+            first,
+            rest,
+            lists.q_offsets,
+            lists.kv_offsets,
+        ),
+        (
+            *itertools.chain.from_iterable(strides),
             sequences,
-            query_blocks,
-            int(first_tiles),
-            *(strides_of(x)[1] for x in (query, key, value, dout)),
-            *window,
+            statistics,
+            max(1, scratch.numel() // _COLUMNS),
+            window[1],
+            records,
             *walk,
-            spec.scale,
-            spec.scale * math.log2(math.e),
-            HEAD_DIM=head_dim,
-            STAGES_K=tile.stages_k,
-            STAGES_Q=tile.stages_q,
-            EARLY_DV=tile.early_dv,
-            SHARED_QUERY=spec.shared_query,
-            HAS_LEFT=has_left,
-            HAS_RIGHT=has_right,
-            REGISTERS=tile.registers,
-            num_warps=4,
-            num_stages=1,
+            -1 if last_class < 0 else LENGTH_CLASSES[last_class],
+            heads,
+        ),
+    )
+    row_gradients = lse if dlse is None else dlse
+    prepare(head_dim, dlse is not None, has_right, last_class, num_stages=1)(
+        (passes,),
+        (lists.q_tiles, lists.q_longer, lists.q_offsets, out, dout, lse, row_gradients, stat, delta),
+        (q_tiles, heads, sequences, rows, *strides[3], window[1]),
+    )
+    gradient = _gradient(head_dim, tile, spec.shared_query, has_left, has_right)
+    for tiles, first_tiles in launches:
+        gradient(
+            (programs,),
+            (table, tiles, lists.q_offsets, lists.kv_offsets, dk, dv),
+            (
+                records * heads,
+                heads,
+                sequences,
+                query_blocks,
+                int(first_tiles),
+                *[head_stride for _, head_stride in strides],
+                *window,
+                *walk,
+                spec.scale,
+                spec.scale * math.log2(math.e),
+            ),
         )
     if not spec.shared_query:
-        finish_kernel[(passes,)](
-            lists.q_tiles,
-            lists.q_longer,
-            lists.q_offsets,
-            scratch,
-            dq,
-            q_tiles,
-            heads,
-            sequences,
-            window[1],
-            spec.scale,
-            HEAD_DIM=head_dim,
-            HAS_RIGHT=has_right,
-            END=last_class,
-            num_warps=4,
-            num_stages=1,
+        _finish(head_dim, has_right, last_class)(
+            (passes,),
+            (lists.q_tiles, lists.q_longer, lists.q_offsets, scratch, dq),
+            (q_tiles, heads, sequences, window[1], spec.scale),
         )
     elif query_blocks:
-        add_partials_kernel[(query_blocks * heads * 4,)](
-            scratch,
-            dq,
-            heads,
-            chunks,
-            query.shape[0],
-            spec.scale,
-            HEAD_DIM=head_dim,
-            num_warps=4,
-            num_stages=1,
-        )
+        _add_partials(head_dim)((query_blocks * heads * 4,), (scratch, dq), (heads, chunks, query_rows, spec.scale))

@@ -1,17 +1,27 @@
 """Host side of the backward kernels without sums in memory: the split ones, and the one-tile one."""
 
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
 from gemattn.kernels.tlx.hopper.descriptors import describe_split_kernel
-from gemattn.kernels.tlx.host import DESCRIPTOR_BYTES, WIDEST_WINDOW, Gradients, multiprocessors, strides_of
+from gemattn.kernels.tlx.host import (
+    DESCRIPTOR_BYTES,
+    Gradients,
+    multiprocessors,
+    statistics_size,
+    strides_of,
+    window_of,
+)
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 
@@ -46,6 +56,69 @@ ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 _NO_LIMIT = 2**31 - 1
 
 
+@functools.cache
+def _describe(head_dim: int, block_n: int, short_block_n: int, has_right: bool) -> Launcher:
+    return Launcher(
+        describe_split_kernel,
+        HEAD_DIM=head_dim,
+        BLOCK_M=64,
+        LONGER=LENGTH_CLASSES[SHORT_CLASS],
+        BLOCK_N=block_n,
+        SHORT_BLOCK_N=short_block_n,
+        HAS_RIGHT=has_right,
+        num_warps=1,
+    )
+
+
+class _Options(NamedTuple):
+    """Constants that all three kernels take."""
+
+    HEAD_DIM: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    REGISTERS: int = REGISTERS
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@functools.cache
+def _query(options: _Options, tile: QueryTile, begin: int, end: int, has_dlse: bool) -> Launcher:
+    return Launcher(
+        query_gradient_kernel,
+        BLOCK_N=tile.block_n,
+        STAGES_Q=tile.stages_q,
+        STAGES_KV=tile.stages_kv,
+        BEGIN=begin,
+        END=end,
+        HAS_DLSE=has_dlse,
+        **options._asdict(),
+    )
+
+
+@functools.cache
+def _key(options: _Options, tile: KeyTile, begin: int, end: int, keys_up_to: int) -> Launcher:
+    return Launcher(
+        key_gradient_kernel,
+        STAGES_KV=tile.stages_kv,
+        STAGES_Q=tile.stages_q,
+        BEGIN=begin,
+        END=end,
+        KEYS_UP_TO=keys_up_to,
+        **options._asdict(),
+    )
+
+
+@functools.cache
+def _one_tile(options: _Options, stages: int, has_dlse: bool) -> Launcher:
+    return Launcher(
+        one_tile_gradient_kernel,
+        STAGES=stages,
+        BEGIN=ONE_TILE_CLASS,
+        HAS_DLSE=has_dlse,
+        **options._asdict(),
+    )
+
+
 def split_backward(
     gradients: Gradients,
     dout: Tensor,
@@ -68,129 +141,44 @@ def split_backward(
     Tensors are such that TMA can describe them. In self-attention both sides have the same lengths.
     """
     dq, dk, dv = gradients
-    heads, head_dim = query.shape[1:]
+    _, heads, head_dim = query.shape
+    device = query.device
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
     tiles = QUERY[head_dim]
-    statistics = (rows // 64 + sequences + 1) * heads * 64
-    row_lse = torch.empty(statistics, dtype=torch.float32, device=query.device)
+    statistics = statistics_size(rows, sequences, heads)
+    row_lse = torch.empty(statistics, dtype=torch.float32, device=device)
     row_delta = torch.empty_like(row_lse)
-    table = torch.empty((10 * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
-    has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = (min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW))
-    strides = tuple(strides_of(x)[1] for x in (query, key, value, dout))
-    scales = (spec.scale, spec.scale * math.log2(math.e))
+    table = torch.empty((10 * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
+    options = _Options(head_dim, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
+    window = window_of(spec)
+    strides = [strides_of(x) for x in (query, key, value, dout)]
+    rest = (*[head_stride for _, head_stride in strides], *window, spec.scale, spec.scale * math.log2(math.e))
     row_gradients = lse if dlse is None else dlse
     last_class = ONE_TILE_CLASS if self_attention else -1
-    options = {
-        "HEAD_DIM": head_dim,
-        "HAS_LEFT": has_left,
-        "HAS_RIGHT": has_right,
-        "REGISTERS": REGISTERS,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
     q_tiles = lists.q_tiles.shape[0] * heads
     kv_tiles = lists.kv_tiles.shape[0] * heads
-    processors = multiprocessors(query.device)
-    describe_split_kernel[(sequences + 1,)](
-        table,
-        query,
-        key,
-        value,
-        out,
-        dout,
-        dq,
-        dk,
-        dv,
-        row_lse,
-        row_delta,
-        lists.q_offsets,
-        lists.kv_offsets,
-        *strides_of(query),
-        *strides_of(key),
-        *strides_of(value),
-        *strides_of(dout),
-        sequences,
-        statistics,
-        window[1],
-        heads,
-        HEAD_DIM=head_dim,
-        BLOCK_M=64,
-        LONGER=LENGTH_CLASSES[SHORT_CLASS],
-        BLOCK_N=tiles[0].block_n,
-        SHORT_BLOCK_N=tiles[1].block_n,
-        HAS_RIGHT=has_right,
-        num_warps=1,
+    processors = multiprocessors(device)
+    _describe(head_dim, tiles[0].block_n, tiles[1].block_n, options.HAS_RIGHT)(
+        (sequences + 1,),
+        (table, query, key, value, out, dout, dq, dk, dv, row_lse, row_delta, lists.q_offsets, lists.kv_offsets),
+        (*itertools.chain.from_iterable(strides), sequences, statistics, window[1], heads),
     )
-    for tile, (begin, end) in zip(tiles, ((first_class, SHORT_CLASS), (SHORT_CLASS, last_class)), strict=True):
-        query_gradient_kernel[(min(q_tiles, processors),)](
-            table,
-            lists.q_tiles,
-            lists.q_longer,
-            lists.q_offsets,
-            lse,
-            row_gradients,
-            row_lse,
-            row_delta,
-            dq,
-            q_tiles,
-            heads,
-            sequences,
-            rows,
-            *strides,
-            *window,
-            *scales,
-            BLOCK_N=tile.block_n,
-            STAGES_Q=tile.stages_q,
-            STAGES_KV=tile.stages_kv,
-            BEGIN=begin,
-            END=end,
-            HAS_DLSE=dlse is not None,
-            **options,
+    q_grid = (min(q_tiles, processors),)
+    q_lists = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, lse, row_gradients)
+    for tile, begin, end in ((tiles[0], first_class, SHORT_CLASS), (tiles[1], SHORT_CLASS, last_class)):
+        _query(options, tile, begin, end, dlse is not None)(
+            q_grid, (*q_lists, row_lse, row_delta, dq), (q_tiles, heads, sequences, rows, *rest)
         )
     # The list of the keys is in the order of their queries' lengths: only in self-attention is a class a stretch of it.
-    key_gradient_kernel[(min(kv_tiles, processors),)](
-        table,
-        lists.kv_tiles,
-        lists.kv_longer,
-        lists.q_offsets,
-        lists.kv_offsets,
-        dk,
-        dv,
-        kv_tiles,
-        heads,
-        sequences,
-        *strides,
-        *window,
-        *scales,
-        STAGES_KV=KEY[head_dim].stages_kv,
-        STAGES_Q=KEY[head_dim].stages_q,
-        BEGIN=first_class if self_attention else -1,
-        END=last_class,
-        KEYS_UP_TO=_NO_LIMIT if first_class < 0 else LENGTH_CLASSES[first_class],
-        **options,
+    begin = first_class if self_attention else -1
+    keys_up_to = _NO_LIMIT if first_class < 0 else LENGTH_CLASSES[first_class]
+    _key(options, KEY[head_dim], begin, last_class, keys_up_to)(
+        (min(kv_tiles, processors),),
+        (table, lists.kv_tiles, lists.kv_longer, lists.q_offsets, lists.kv_offsets, dk, dv),
+        (kv_tiles, heads, sequences, *rest),
     )
     if self_attention:
-        one_tile_gradient_kernel[(min(q_tiles, processors),)](
-            table,
-            lists.q_tiles,
-            lists.q_longer,
-            lists.q_offsets,
-            lse,
-            row_gradients,
-            dq,
-            dk,
-            dv,
-            q_tiles,
-            heads,
-            sequences,
-            rows,
-            *strides,
-            *window,
-            *scales,
-            STAGES=ONE_TILE_STAGES[head_dim],
-            BEGIN=ONE_TILE_CLASS,
-            HAS_DLSE=dlse is not None,
-            **options,
+        _one_tile(options, ONE_TILE_STAGES[head_dim], dlse is not None)(
+            q_grid, (*q_lists, dq, dk, dv), (q_tiles, heads, sequences, rows, *rest)
         )

@@ -1,5 +1,7 @@
 """Clause 1: empty is ordinary."""
 
+import itertools
+
 import torch
 
 from gemattn.testing.conformance.clause import clause, over
@@ -69,13 +71,13 @@ def gradients_of_rows_that_see_no_key(subject: Subject, dtype: torch.dtype, kind
 
 @clause(1, cases=over(dtype=DTYPES))
 def rows_without_keys_beside_a_nan(subject: Subject, dtype: torch.dtype) -> None:
-    """A row that sees no key stays 0 though a NaN key of its sequence shares its tile."""
-    for shared in (False, True):
+    """A row that sees no key stays 0 though a NaN key or value of its sequence shares its tile."""
+    for shared, name in itertools.product((False, True), ("key", "value")):
         if shared:
             inputs = subject.inputs(None, [9, 60], shared_rows=40, dtype=dtype)
         else:
             inputs = subject.inputs([40], [9], dtype=dtype)
-        inputs.key[3] = torch.nan
+        getattr(inputs, name)[3] = torch.nan
         results = subject.run(inputs, causal=True)
         verify(results["out"][:31].eq(0).all(), "out of rows that see no key is not 0")
         verify(results["out"][31:40].isnan().any(), "out of the rows that see the NaN does not show it")
