@@ -169,3 +169,19 @@ def pair_kernel(out_ptr, FENCE: tl.constexpr, SYNC: tl.constexpr):
         tlx.barrier_wait(come[0], 0)
     tl.store(out_ptr + 64 * rank + tl.arange(0, 64), tlx.local_load(theirs[0]))
     tlx.cluster_barrier()
+
+
+@triton.jit
+def overtaking_kernel(target, WAIT: tl.constexpr):
+    """Ones are stored, then ones are added at the same place; without a wait either may reach memory first."""
+    bufs = tlx.local_alloc((16, 64), tl.float32, 1)
+    tlx.local_store(bufs[0], tl.full([16, 64], 1.0, tl.float32))
+    tlx.fence("async_shared")
+    tlx.async_descriptor_store(target, bufs[0], [0, 0])
+    tlx.async_descriptor_store_wait(0)  # the store has read its buffer, no more
+    if WAIT:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1
+        )
+    tlx.async_descriptor_store(target, bufs[0], [0, 0], store_reduce="add")
+    tlx.async_descriptor_store_wait(0)

@@ -105,6 +105,19 @@ def test_what_one_task_does_wrong(fault, kind):
     assert [x.kind for x in run.report.findings] == ([kind] if kind else []), str(run.report)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_sum_overtakes_a_store_unless_it_waits_until_that_has_reached_memory(wait):
+    found = set()
+    for seed in SEEDS:
+        target = torch.zeros(16, 64)
+        with tlx_sim.simulate(90, seed) as run:
+            planted.overtaking_kernel[(1,)](describe(target, 16), wait, num_warps=4)
+        assert run.report.ok, str(run.report)
+        assert target.unique().numel() == 1
+        found.add(target[0, 0].item())
+    assert found == ({2.0} if wait else {1.0, 2.0})
+
+
 @pytest.mark.parametrize(("fence", "sync"), [(True, True), (False, True), (True, False)])
 def test_clusters(fence, sync):
     out = torch.zeros(128)

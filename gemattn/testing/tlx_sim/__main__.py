@@ -13,7 +13,6 @@ import datetime
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from gemattn.dispatch import UnsupportedError
 from gemattn.testing.tlx_sim import cases, score, tutorials
 from gemattn.testing.tlx_sim.scenarios import SCENARIOS
+from gemattn.testing.tlx_sim.summary import Summary
 
 FILES = {
     "own": ("hopper", lambda: score.own_files("hopper")),
@@ -62,21 +62,16 @@ def seeds(arguments: argparse.Namespace) -> bool:
 
 
 def mutants(arguments: argparse.Namespace) -> bool:
-    """The mutation score of each set of sources; whether every mutant was caught."""
-    all_caught = True
+    """The mutation score of each set of sources; whether all that are really wrong were caught."""
+    good = True
     for which in arguments.sources:
         prefix, files = FILES[which]
         names = [name for name in SCENARIOS if name.startswith(prefix)]
         verdicts = score.score(names, files(), arguments.schedules, _tell if arguments.verbose else lambda text: None)
-        missed = [v for v in verdicts if not v.schedules]
-        tried, kept = Counter(v.mutant.kind for v in verdicts), Counter(v.mutant.kind for v in missed)
-        _tell(f"{which}: {len(verdicts) - len(missed)} of {len(verdicts)} mutants caught")
-        _tell("    " + ", ".join(f"{kind} {n - kept[kind]}/{n}" for kind, n in sorted(tried.items())))
-        _tell(f"    by the first schedule: {sum(v.schedules == 1 for v in verdicts)}")
-        for verdict in missed:
-            _tell(f"    not caught: {verdict.mutant}")
-        all_caught = all_caught and not missed
-    return all_caught
+        summary = Summary.of(verdicts)
+        _tell(f"{which}: " + "\n".join(summary.lines()))
+        good = good and summary.good
+    return good
 
 
 def compare_cases(arguments: argparse.Namespace) -> bool:

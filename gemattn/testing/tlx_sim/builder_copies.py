@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import deque
 
 import numpy as np
 import triton.language as tl
@@ -12,7 +13,7 @@ from triton.runtime import interpreter
 from gemattn.testing.tlx_sim.builder import Handle, InlineResult, scalar, whole
 from gemattn.testing.tlx_sim.builder_barriers import BarrierBuilder
 from gemattn.testing.tlx_sim.memory import MemoryFault
-from gemattn.testing.tlx_sim.schedule import Operation
+from gemattn.testing.tlx_sim.schedule import TO_MEMORY, Operation
 
 _REDUCTIONS = {
     _ir.DESCRIPTOR_REDUCE_KIND.ADD: np.add,
@@ -95,12 +96,21 @@ class CopyBuilder(BarrierBuilder):
         machine = self.machine
         machine.step()
         view = whole(source)
+        engine = machine.engine("bulk store")
+        number = engine.issued + 1
 
         def run():
             numbers = view.read()
-            machine.scheduler.enqueue(machine.writebacks, Operation("global write", lambda: write(numbers)))
 
-        machine.issue(what, machine.engine("bulk store"), [view], [], run, fenced)
+            def reach_memory():
+                write(numbers)
+                engine.on_the_way.remove(number)
+
+            # A queue of its own: the order in which stores reach memory is not that of their issue.
+            machine.scheduler.enqueue(deque(), Operation(TO_MEMORY, reach_memory))
+
+        engine.on_the_way.add(number)
+        machine.issue(what, engine, [view], [], run, fenced)
 
     def create_async_TMA_store(self, descriptor, offsets, source, eviction):
         self._bulk_store(
@@ -155,7 +165,11 @@ class CopyBuilder(BarrierBuilder):
         self.create_async_TMA_store_wait(int(waited[2]))
         if not waited[1]:  # not only read, but written
             machine = self.machine
-            machine.scheduler.wait(lambda: not machine.writebacks, lambda: "stores to reach memory")
+            engine = machine.engine("bulk store")
+            last = engine.issued - int(waited[2])
+            machine.scheduler.wait(
+                lambda: min(engine.on_the_way, default=last + 1) > last, lambda: "stores to reach memory"
+            )
         return InlineResult(Handle(np.zeros(1, np.int32), tl.int32))
 
     # Copies without a descriptor.

@@ -7,6 +7,7 @@ place there; it came before whatever clock has reached that place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -65,13 +66,24 @@ class Region(NamedTuple):
     strides: tuple[int, ...]
     itemsize: int
 
-    def granules(self) -> np.ndarray:
-        """Numbers of the two-byte granules that it covers."""
-        places = np.array([self.offset])
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            places = (places[:, None] + np.arange(size) * stride).ravel()
-        halves = (places[:, None] + np.arange(0, self.itemsize, 2)).ravel()
-        return np.unique(halves // 2)
+
+@functools.cache
+def _granules(region: Region) -> np.ndarray:
+    """Numbers of the two-byte granules that it covers."""
+    places = np.array([region.offset])
+    for size, stride in zip(region.shape, region.strides, strict=True):
+        places = (places[:, None] + np.arange(size) * stride).ravel()
+    halves = (places[:, None] + np.arange(0, region.itemsize, 2)).ravel()
+    return np.unique(halves // 2)
+
+
+@functools.cache
+def _overlap(old: Region, new: Region) -> tuple[bool, bool]:
+    """(Whether they share a byte, whether `new` covers `old`.)"""
+    if old == new:
+        return True, True
+    shared = np.intersect1d(_granules(old), _granules(new), assume_unique=True).size
+    return shared > 0, shared == _granules(old).size
 
 
 @dataclass
@@ -92,26 +104,10 @@ class Shadow:
     """The accesses of one storage that later ones must be ordered with."""
 
     accesses: dict[Region, list[Access]] = field(default_factory=dict)
-    _granules: dict[Region, np.ndarray] = field(default_factory=dict)
-    _overlaps: dict[tuple[Region, Region], tuple[bool, bool]] = field(default_factory=dict)
-
-    def _overlap(self, old: Region, new: Region) -> tuple[bool, bool]:
-        """(Whether they share a byte, whether `new` covers `old`.)"""
-        key = old, new
-        if key not in self._overlaps:
-            if old == new:
-                self._overlaps[key] = True, True
-            else:
-                for region in key:
-                    if region not in self._granules:
-                        self._granules[region] = region.granules()
-                shared = np.intersect1d(self._granules[old], self._granules[new], assume_unique=True).size
-                self._overlaps[key] = shared > 0, shared == self._granules[old].size
-        return self._overlaps[key]
 
     def _touching(self, new: Region) -> Iterator[tuple[list[Access], bool]]:
         for old, accesses in self.accesses.items():
-            touches, covers = self._overlap(old, new)
+            touches, covers = _overlap(old, new)
             if touches:
                 yield accesses, covers
 

@@ -100,6 +100,8 @@ class Launch:
         except Deadlock as deadlock:
             machine.report.add("deadlock", f"in {machine.kernel}, every task waits:\n    " + _indent(str(deadlock)))
             raise SimulationError(str(machine.report.findings[-1])) from None
+        except SimulationError:
+            raise  # a finding that is enough
         except Exception as error:
             kind = {"BarrierFault": "barrier", "MemoryFault": "bounds", "IndexError": "bounds"}.get(
                 type(error).__name__, "error"

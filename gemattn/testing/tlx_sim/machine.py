@@ -51,7 +51,6 @@ class Machine:
         self.grid = (1, 1, 1)
         self.warps = 4
         self.waiting_programs: deque[Any] = deque()
-        self.writebacks: deque[Operation] = deque()
         self._lanes = 0
 
     # Who and where.

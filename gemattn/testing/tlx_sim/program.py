@@ -44,3 +44,5 @@ class Engine:
     """How many the task knows to be complete."""
     groups: list[int] = field(default_factory=list)
     """How many operations were issued when each group was committed."""
+    on_the_way: set[int] = field(default_factory=set)
+    """Numbers of stores that have not reached global memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gemattn.testing.tlx_sim.clocks import Place
@@ -47,6 +48,8 @@ class Report:
     statistics: Counter[str] = field(default_factory=Counter)
     reached: set[Place] = field(default_factory=set)
     """Lines with TLX operations that were run."""
+    enough: Callable[[Finding], bool] = lambda finding: False
+    """Whether a finding ends the launch."""
     _told: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, kind: str, message: str, key: tuple[object, ...] | None = None) -> None:
@@ -56,6 +59,8 @@ class Report:
         if key not in self._told:
             self._told.add(key)
             self.findings.append(Finding(kind, message))
+            if self.enough(self.findings[-1]):
+                raise SimulationError(message)
 
     @property
     def ok(self) -> bool:

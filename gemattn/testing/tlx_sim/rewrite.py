@@ -12,12 +12,22 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 _CALL, _VALUE, _TASKS, _REGISTER = "_sim_call", "_sim_value", "_sim_tasks", "_sim_register"
 
-Mutation = Callable[[ast.Module, str], None]
-"""Takes a function's tree and its file, and changes the tree."""
+
+class Mutation(Protocol):
+    """A change of kernels' sources."""
+
+    def concerns(self, file: str, first: int, last: int) -> bool:
+        """Whether it may change a function on these lines."""
+
+    def __call__(self, tree: ast.Module, file: str) -> None:
+        """Change a function's tree."""
+
+    def __hash__(self) -> int:
+        """What it gives is remembered."""
 
 
 class Hooks:
@@ -50,7 +60,10 @@ class Rewriter:
         return self._done[function]
 
     def _rewrite(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        code, file = _compiled(function) if self.mutation is None else _compile(function, self.mutation)
+        mutation = self.mutation
+        if mutation is not None and not mutation.concerns(*_lines(function.__code__)):
+            mutation = None
+        code, file = _compile(function, mutation)
         self.files.add(file)
         space: dict[str, Any] = {}
         exec(code, function.__globals__, space)
@@ -58,6 +71,7 @@ class Rewriter:
         return space["_sim_make"](self.hooks.call, self.hooks.value, self.hooks.run_tasks, *cells)
 
 
+@functools.cache
 def _compile(function: Callable[..., Any], mutation: Mutation | None) -> tuple[CodeType, str]:
     """Code of a module that defines `_sim_make`, which makes the function, and the file that it names."""
     lines, first = inspect.getsourcelines(function)
@@ -83,9 +97,11 @@ def _compile(function: Callable[..., Any], mutation: Mutation | None) -> tuple[C
     return compile(module, file, "exec"), file
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> tuple[CodeType, str]:
-    return _compile(function, None)
+def _lines(code: CodeType) -> tuple[str, int, int]:
+    """(File, first line, last line.)"""
+    inner = [_lines(x)[2] for x in code.co_consts if isinstance(x, CodeType)]
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return code.co_filename, code.co_firstlineno, max(lines + inner)
 
 
 def _name(identifier: str) -> ast.Name:

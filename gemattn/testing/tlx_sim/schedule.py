@@ -15,6 +15,8 @@ from typing import Any
 
 from gemattn.testing.tlx_sim.clocks import NOWHERE, Clock, Place
 
+TO_MEMORY = "global write"
+"""The part of a store after its read of shared memory."""
 POLICIES = ("random", "late", "early", "starve", "priority", "adversarial")
 
 
@@ -79,9 +81,14 @@ class Policy:
         self.name = POLICIES[:-1][seed % (len(POLICIES) - 1)] if name == "adversarial" else name
         self.random = random.Random(f"{name} {seed}")
         self.priority: dict[str, float] = {}
+        self.stores_linger = seed % 2 == 1
+        """Whether stores reach memory only when nothing else can go on."""
 
     def choose(self, tasks: list[Task], engines: list[deque[Operation]]) -> Task | deque[Operation]:
         """One of them; at least one is given."""
+        if self.stores_linger:
+            others = [queue for queue in engines if queue[0].what != TO_MEMORY]
+            engines = others if tasks or others else engines
         if self.name == "late" and tasks:
             engines = []
         if self.name == "early" and engines:
