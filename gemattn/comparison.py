@@ -16,8 +16,8 @@ from gemattn import dispatch, reference
 from gemattn.kernels.schedule import make_schedule
 from gemattn.spec import UNLIMITED, AttentionSpec
 
-_TOLERANCE = 0.02
-"""Of the reference's Frobenius norm. bfloat16 and sums of a few hundred terms leave a third of it unused."""
+_TOLERANCE = 0.01
+"""Of the reference's Frobenius norm. In the simulator bfloat16 takes 0.003 of it, float16 0.0003."""
 _SECONDS = 60
 """How long a GPU may take over kernels that need less than one."""
 
