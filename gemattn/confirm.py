@@ -55,7 +55,7 @@ def require_confirmed(device: torch.device) -> None:
     refuse_unconfirmed(device)
 
 
-@torch.compiler.assume_constant_result  # called, not traced: an error traced would only break the graph
+@dispatch.called_while_traced  # an error in traced code would only break the graph
 def refuse_unconfirmed(device: torch.device) -> None:
     """Raise RuntimeError unless the TLX kernels have passed on the device, or need not. Checks nothing itself."""
     if not dispatch.unconfirmed(device):
@@ -70,7 +70,7 @@ def refuse_unconfirmed(device: torch.device) -> None:
         raise RuntimeError(verdict)
 
 
-@torch.compiler.assume_constant_result
+@dispatch.called_while_traced
 def _refuse_in_graph(device: torch.device) -> None:
     raise RuntimeError(
         f"gemattn.self_check() cannot run on {device} while a graph is compiled, exported or captured: call it before"
