@@ -131,6 +131,8 @@ def jagged_attention(
             offsets and of a schedule are checked only with ``GEMATTN_CHECK=1`` in the environment, because that needs
             a sync; without it offsets are clamped to [0, T] and made monotone on the device.
         UnsupportedError: the named `impl` (or, on CUDA, every kernel) cannot take the call.
+        RuntimeError: on a GPU that the TLX kernels never met, `gemattn.self_check` fails or, while a graph is compiled,
+            exported or captured, was not called before.
 
     Not offered: dropout (recommender models of this scale train for one epoch and go without; it would also make a
     sequence's result depend on the batch around it), bias and score_mod, ALiBi and softcap (no user among the models

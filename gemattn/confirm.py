@@ -1,84 +1,110 @@
-"""A small check of kernels that have not met the GPU they run on, against the reference, before they are trusted."""
+"""When the TLX kernels are compared with the reference on a GPU that they have not met, and when a call is refused."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
-from torch import Tensor
 
-from gemattn import dispatch, ops
-from gemattn.kernels.schedule import make_schedule
-from gemattn.spec import UNLIMITED, AttentionSpec
+from gemattn import dispatch
+from gemattn.comparison import differences
 
-_TOLERANCE = 0.02
-"""Of the reference's Frobenius norm. bfloat16 and sums of a few hundred terms leave a third of it unused."""
-
-_confirmed: set[int] = set()
-"""Indices of the GPUs whose kernels have passed."""
+_verdicts: dict[torch.device, str] = {}
+"""What the last check found: nothing, or the message of its error. Unchecked devices are absent."""
+_lock = threading.Lock()
 
 
 def self_check(device: torch.device | str | int | None = None) -> None:
-    """Compare the TLX kernels with the reference on a small batch, forward and backward. Syncs.
+    """Compare the TLX kernels with the reference on a small batch, forward and backward.
 
-    Runs by itself at the first eager call that takes these kernels on a GPU for which they were never confirmed
-    (compute capability 10.x). Before a CUDA graph is captured, or a compiled model runs first, call it yourself.
+    `jagged_attention` runs it by itself at the first eager call that takes these kernels on a GPU that they have never
+    met (compute capability 10.x), once a process and device. While a graph is compiled, exported or captured it does
+    not run, nor when a compiled or exported program or the bare operator does: on an unchecked device all of these
+    raise RuntimeError. Call it yourself before them. A call of yours always checks, after a failure too.
+
+    Covered: head sizes 64 (bfloat16) and 128 (float16) in causal cross-attention with sequences without queries and
+    rows without keys, and a shared query (128, bfloat16). Not covered: windows, grouped heads, long sequences. It
+    compiles what these take, then runs for about a second, syncs, and leaves no trace in the caller's autograd,
+    generators or modes. A GPU that does not come to an end within 60 seconds is an error as well; one that hangs while
+    the driver loads the next kernel cannot be left, and in either case the process has to be ended.
 
     Args:
         device: a CUDA device; the current one by default.
 
     Raises:
-        RuntimeError: a result differs; the message says which and by how much.
+        RuntimeError: a result differs (the message says which, and by how much), or the check could not be carried out
+            (the cause is chained), or it is called while a graph is compiled, exported or captured.
         UnsupportedError: the kernels cannot run on the device.
     """
-    place = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        for head_dim in (64, 128):
-            _compare(place, head_dim)
-    if place.type == "cuda":
-        _confirmed.add(torch.cuda.current_device() if place.index is None else place.index)
+    place = torch.device("cuda") if device is None else torch.device(device)
+    if torch.compiler.is_compiling() or _capturing(place):
+        _refuse_in_graph(place)
+    with _lock:
+        _check(_indexed(place))
 
 
 def require_confirmed(device: torch.device) -> None:
-    """Run `self_check` where it was not run yet and is needed; raise RuntimeError where it may not run."""
-    if not dispatch.unconfirmed(device) or (device.index or 0) in _confirmed:
+    """Run `self_check` where it was not run yet, is needed and may run; raise RuntimeError if it failed or may not."""
+    if not torch.compiler.is_compiling() and dispatch.unconfirmed(device):
+        place = _indexed(device)
+        if place not in _verdicts and not _capturing(place):
+            with _lock:
+                if place not in _verdicts:  # another thread was first
+                    _check(place)
+    refuse_unconfirmed(device)
+
+
+@dispatch.called_while_traced  # an error in traced code would only break the graph
+def refuse_unconfirmed(device: torch.device) -> None:
+    """Raise RuntimeError unless the TLX kernels have passed on the device, or need not. Checks nothing itself."""
+    if not dispatch.unconfirmed(device):
         return
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    verdict = _verdicts.get(_indexed(device))
+    if verdict is None:
         raise RuntimeError(
-            f"the TLX kernels are unconfirmed on {device}: call gemattn.self_check() once in the process before "
-            "compiling or capturing a graph, or set GEMATTN_DISABLE_TLX=1"
+            f"the TLX kernels have never met {device} and are unchecked: call gemattn.self_check() once in the process "
+            "before a graph is compiled, exported, captured or run, or set GEMATTN_DISABLE_TLX=1 to go without them"
         )
-    self_check(device)
+    if verdict:
+        raise RuntimeError(verdict)
 
 
-def _compare(device: torch.device, head_dim: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q_offsets, kv_offsets = (torch.tensor(x, device=device) for x in ([0, 140, 140, 180], [0, 150, 170, 190]))
-    shapes = (int(q_offsets[-1]), int(kv_offsets[-1]), int(kv_offsets[-1]))
-    leaves = [torch.randn(rows, 2, head_dim, generator=generator).to(device, torch.bfloat16) for rows in shapes]
-    dout = torch.randn(shapes[0], 2, head_dim, generator=generator).to(device, torch.bfloat16)
-    spec = AttentionSpec(head_dim**-0.5, UNLIMITED, 0)
-    schedule = make_schedule(q_offsets, kv_offsets, query_rows=shapes[0], key_rows=shapes[1])
-    query, key, value = leaves
-    dispatch.require("tlx", query, key, value, spec)
-    results = {}
-    for impl, dtype in (("tlx", torch.bfloat16), ("reference", torch.float64)):
-        query, key, value = (x.to(dtype).requires_grad_() for x in leaves)
-        out, lse = ops.call(impl, query, key, value, q_offsets, kv_offsets, list(schedule), spec)
-        gradients = torch.autograd.grad(out, (query, key, value), dout.to(dtype))
-        results[impl] = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
-    for name, wanted in results["reference"].items():
-        error = _distance(results["tlx"][name], wanted)
-        if not error <= _TOLERANCE:
-            raise RuntimeError(
-                f"self-check on {device}: {name} of the TLX kernels (head size {head_dim}) is {error:.1e} of its norm "
-                "off the reference. These kernels are wrong on this GPU or with this compiler; set "
-                "GEMATTN_DISABLE_TLX=1 to go on without them, and please report it"
-            )
+@dispatch.called_while_traced
+def _refuse_in_graph(device: torch.device) -> None:
+    raise RuntimeError(
+        f"gemattn.self_check() cannot run on {device} while a graph is compiled, exported or captured: call it before"
+    )
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """``|a - b| / |b|``; infinite where they are not finite in the same places."""
-    a, b = found.detach().double(), wanted.detach().double()
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite):
-        return float("inf")
-    return (torch.linalg.vector_norm((a - b)[finite]) / torch.linalg.vector_norm(b[finite])).item()
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", dispatch.index_of(device)) if device.type == "cuda" else device
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured from the current stream, of the current device or of this one."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        there = torch.cuda.is_current_stream_capturing()
+    return there or torch.cuda.is_current_stream_capturing()
+
+
+def _check(place: torch.device) -> None:
+    """Fill in the verdict, and raise RuntimeError if it is a bad one."""
+    cause = None
+    try:
+        # Gradient mode, hooks of saved tensors, modes, autocast, the default device and the current stream are a
+        # thread's own: in a new one none is set.
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(differences, place).result()
+    except dispatch.UnsupportedError:
+        raise
+    except Exception as error:
+        found, cause = f"{type(error).__name__}: {error}", error
+    _verdicts[place] = found and (
+        f"gemattn.self_check() on {place}: {found}\nThe TLX kernels cannot be trusted on this GPU or with this "
+        "compiler: set GEMATTN_DISABLE_TLX=1 to go on without them, and please report it"
+    )
+    if found:
+        raise RuntimeError(_verdicts[place]) from cause

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gemattn.spec import IMPLS, AttentionSpec
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TLX_HEAD_DIMS = {9: (32, 64, 128), 10: (64, 128)}
 """By the major number of the compute capability."""
@@ -32,19 +35,33 @@ _find_spec = functools.cache(importlib.util.find_spec)
 _get_device_capability = functools.cache(torch.cuda.get_device_capability)
 
 
-@torch.compiler.assume_constant_result
+def called_while_traced(function: _Function) -> _Function:
+    """Dynamo calls the function with constants, once, and keeps the result as one; what it raises ends the compilation.
+
+    It is `torch.compiler.assume_constant_result`, which would import torch._dynamo and, with that, Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@called_while_traced
 def _installed(module: str) -> bool:
     return _find_spec(module) is not None
 
 
-@torch.compiler.assume_constant_result
+@called_while_traced
 def _capability(index: int) -> tuple[int, int]:
     return _get_device_capability(index)
 
 
+def index_of(device: torch.device) -> int:
+    """Of a CUDA device; that of the current one where it names none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Of a CUDA device, or of the simulated chip."""
-    return simulated or _capability(torch.cuda.current_device() if device.index is None else device.index)
+    return simulated or _capability(index_of(device))
 
 
 def _device_reasons(device: torch.device) -> list[str]:
@@ -94,7 +111,7 @@ def _tlx_reasons(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 def unconfirmed(device: torch.device) -> bool:
     """Whether the TLX kernels of this GPU were compiled and simulated, but never run on one of its kind."""
-    return device.type == "cuda" and _capability(device.index or 0)[0] == 10
+    return device.type == "cuda" and _capability(index_of(device))[0] == 10
 
 
 def _tma_describes(x: Tensor) -> bool:

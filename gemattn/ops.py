@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gemattn import flops
+from gemattn.confirm import refuse_unconfirmed
 from gemattn.spec import AttentionSpec
 
 _MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton", "tlx": "gemattn.kernels.tlx"}
@@ -24,6 +25,13 @@ _MODULES = {"reference": "gemattn.reference", "triton": "gemattn.kernels.triton"
 @functools.cache
 def _module(impl: str) -> ModuleType:
     return importlib.import_module(_MODULES[impl])
+
+
+def _kernels(impl: str, device: torch.device) -> ModuleType:
+    """The implementation, unless its kernels may not run on the device."""
+    if impl == "tlx":  # the one place that every program passes, whatever compiled, exported or loaded it
+        refuse_unconfirmed(device)
+    return _module(impl)
 
 
 _NO_SCHEDULE = (None,) * 6
@@ -119,7 +127,7 @@ def _register(impl: str) -> tuple[Any, Any]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with _without_autocast(query.device.type):
             schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
-            return _module(impl).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
+            return _kernels(impl, query.device).forward(query, key, value, q_offsets, kv_offsets, schedule, spec)
 
     def fake_forward(query, key, value, q_offsets, kv_offsets, *_):  # type: ignore[no-untyped-def]
         return _fake_out(query, q_offsets, kv_offsets)
@@ -149,7 +157,7 @@ def _register(impl: str) -> tuple[Any, Any]:
         spec = AttentionSpec(scale, window_left, window_right, shared_query, deterministic)
         with _without_autocast(query.device.type):
             schedule = _listed(q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer)
-            return _module(impl).backward(
+            return _kernels(impl, query.device).backward(
                 dout, dlse, query, key, value, out, lse, q_offsets, kv_offsets, schedule, spec
             )
 

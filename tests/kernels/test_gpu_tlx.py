@@ -51,3 +51,15 @@ def test_the_gradient_of_a_shared_query_is_repeatable(hopper):
     for _ in range(20):
         again = run(inputs, "tlx")
         assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_self_check_passes_where_syncs_are_errors_and_refuses_to_be_captured(hopper):
+    kept = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gemattn.self_check()
+        assert torch.cuda.get_sync_debug_mode() == 2
+    finally:
+        torch.cuda.set_sync_debug_mode(kept)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="captured"):
+        gemattn.self_check()
