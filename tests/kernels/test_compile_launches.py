@@ -73,10 +73,11 @@ def test_hopper(head_dim, mask, kinds):
         forward = c["kernel"] == "forward_kernel"  # waits for its scores alone by intent
         spills = forward and mask != "none" and head_dim == 128 and c["constants"]["BLOCK_N"] == 128
         for loop in loops:
-            # The waits that the kernels ask for, one for 4 matrix instructions or more. A wait after every product of
+            # The waits that the kernels ask for, one for 4 matrix instructions or more. One after every product of
             # tiles comes from a software pipeliner that is not off; one after every instruction from want of registers.
-            few = 1.6 if forward and head_dim == 32 else 2 if forward else 4  # scores of D 32: two instructions
-            assert loop["waits"] * few <= loop["products"], c
+            # Products over D 32 are two instructions where those over D 64 are four.
+            fewest = (1.5 if forward else 2.5) if head_dim == 32 else (2 if forward else 4)
+            assert loop["waits"] * fewest <= loop["products"], c
             assert loop["local"] <= (MASKED_FORWARD if spills else 0), c
         assert not spills or min(x["local"] for x in loops) == 0, c
 
@@ -90,7 +91,7 @@ def name(c):
 
 @pytest.mark.parametrize(
     ("head_dim", "mask", "dtype"),
-    [(128, "none", "bf16"), (128, "both", "bf16"), (64, "both", "bf16"), (64, "left", "fp16"), (128, "causal", "fp16")],
+    [(128, "none", "bf16"), (128, "both", "bf16"), (64, "both", "bf16"), (64, "causal", "fp16")],
 )
 def test_blackwell(head_dim, mask, dtype):
     compiled = compile_launches(100, head_dim, mask, dtype)
