@@ -4,6 +4,7 @@ python -m gemattn.testing.tlx_sim seeds --seeds 50
 python -m gemattn.testing.tlx_sim mutants --schedules 50
 python -m gemattn.testing.tlx_sim cases --device cuda --save h200.pt     (on a GPU)
 python -m gemattn.testing.tlx_sim cases --compare h200.pt                (simulated)
+python -m gemattn.testing.tlx_sim all                                    (an hour of two cores)
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 
 from gemattn.dispatch import UnsupportedError
+from gemattn.testing.conformance.__main__ import main as conformance
+from gemattn.testing.conformance.subject import SIMULATED
 from gemattn.testing.tlx_sim import cases, score, tutorials
 from gemattn.testing.tlx_sim.scenarios import SCENARIOS
 from gemattn.testing.tlx_sim.summary import Summary
@@ -101,8 +104,20 @@ def compare_cases(arguments: argparse.Namespace) -> bool:
     return good
 
 
-def main() -> int:
+def everything(arguments: argparse.Namespace) -> bool:
+    """Every clause on both chips, every scenario under 50 schedules, every mutant; whether all is well."""
+    good = True
+    for chip in SIMULATED:
+        schedules = ["--schedules", str(arguments.schedules)]
+        good = conformance(["--impl", "tlx", "--device", chip, *schedules]) == 0 and good
+    for command in ("seeds", "mutants"):
+        good = main([command]) == 0 and good
+    return good
+
+
+def main(words: list[str] | None = None) -> int:
     """Run one of the commands; 0 when it found nothing wrong."""
+    words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("seeds", help="scenarios under many seeds")
@@ -121,8 +136,11 @@ def main() -> int:
     command.add_argument("--save", type=Path)
     command.add_argument("--compare", type=Path)
     command.set_defaults(run=compare_cases)
-    arguments = parser.parse_args()
-    _tell(f"{' '.join(sys.argv[1:])}, commit {_commit()}, {datetime.date.today()}")
+    command = commands.add_parser("all", help="every clause on both chips, every scenario, every mutant")
+    command.add_argument("--schedules", type=int, default=2, help="of each case of a clause")
+    command.set_defaults(run=everything)
+    arguments = parser.parse_args(words)
+    _tell(f"{' '.join(words)}, commit {_commit()}, {datetime.date.today()}")
     return 0 if arguments.run(arguments) else 1
 
 
