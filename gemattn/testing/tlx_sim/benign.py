@@ -56,12 +56,13 @@ BENIGN = (
         ("barrier_wait(lse_free[buf], phase ^ 1): remove",),
     ),
     Benign("backward_tile.py", "_consume", _PRODUCTS_FENCE, ("fence('async_shared'): remove",)),
+    Benign("backward.py", "_clear_what_is_not_finite", _PRODUCTS_FENCE, ("fence('async_shared'): remove",)),
     Benign(
         "backward.py",
         "_compute",
         "s_full is of products that were issued after the same ab_full: the copies are complete. The kernel waits all "
         "the same, for PTX does not promise that order to ordinary reads.",
-        ("barrier_wait(ab_full[buf], phase): remove",),
+        ("barrier_wait(ab_full[buf], phase): remove", "barrier_wait(ab_full[buf], phase) (2nd): remove"),
     ),
     Benign(
         _HOPPER,
