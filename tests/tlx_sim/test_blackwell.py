@@ -83,3 +83,12 @@ def test_self_check_passes_and_catches_a_wrong_kernel(monkeypatch):
         with pytest.raises(RuntimeError, match=r"(?s)dq \(causal, head size 64.* is 5.*GEMATTN_DISABLE_TLX"):
             gemattn.self_check("cpu")
     assert simulation.report.ok, str(simulation.report)
+
+
+@pytest.mark.parametrize("scale", [1e-39, 1e39])
+def test_a_scale_beyond_float32_is_what_float32_makes_of_it(scale):
+    inputs = make_inputs([5, 3], heads=1, head_dim=64, dtype=torch.bfloat16)
+    with tlx_sim.simulate(100) as simulation:
+        found = run(inputs, "tlx", scale=scale)
+    assert simulation.report.ok, str(simulation.report)
+    assert found["out"].isfinite().all() == (scale < 1)

@@ -1,6 +1,6 @@
 """Every clause of the contract on the simulated Blackwell chip, one case of each.
 
-The whole of them, on either chip: python -m gemattn.testing.conformance --impl tlx --device sm_100 --schedules 3.
+The whole of them, on either chip: python -m gemattn.testing.conformance --impl tlx --device sm_100 --schedules 2.
 """
 
 import unittest

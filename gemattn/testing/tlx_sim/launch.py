@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -73,6 +74,9 @@ class Launch:
             return value
         if isinstance(value, TensorDescriptor) and value.padding not in (None, "zero"):
             raise NotImplementedError("the TLX simulator fills with zeros only")
+        if isinstance(value, float):  # a launch passes float32, be it too small or too large for it
+            with np.errstate(all="ignore"):
+                return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
         return interpreter._implicit_cvt(value)
 
     def _run_grid(self, body: Callable[[], None]) -> None:
