@@ -47,7 +47,6 @@ CASES = {
     "equal_rows": "bfloat16",
     "no_double_backward": "",
     "opcheck": "shared",
-    "fullgraph_compile": "",
     "export": "cross",
     "autocast": "float16",
     "checkpointing": "cross",
@@ -56,8 +55,8 @@ CASES = {
     "scores_are_scaled_in_float32": "float16, cross",
     "gradients_accumulate_in_float32": "bfloat16",
 }
-ELSEWHERE = {"isolation"}
-"""Its eleven runs are the long command's; test_blackwell.py has a shorter form of it."""
+ELSEWHERE = {"isolation", "fullgraph_compile"}
+"""Eleven runs, and three compilations: the long command's. test_blackwell.py and test_confirm.py have shorter forms."""
 
 
 def test_every_clause_that_can_be_simulated_is():
