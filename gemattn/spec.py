@@ -10,6 +10,8 @@ IMPLS: tuple[str, ...] = get_args(Impl)
 
 UNLIMITED = -1
 """Window side without a limit, as operators and kernels carry it."""
+_WIDEST_WINDOW = 1 << 30
+"""No sequence is longer: a wider window would only overflow kernels' 32-bit positions."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class AttentionSpec:
     def masked(self) -> bool:
         """Whether some key of a row's own sequence may be hidden from it."""
         return self.window_left != UNLIMITED or self.window_right != UNLIMITED
+
+    @property
+    def kernel_window(self) -> tuple[int, int]:
+        """(left, right) as kernels take them."""
+        return min(self.window_left, _WIDEST_WINDOW), min(self.window_right, _WIDEST_WINDOW)
 
 
 def fold_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:

@@ -1,17 +1,14 @@
 """What the TLX kernels' launches would compile, compiled ahead of time: what machine code must and must not hold."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("compile_launches.py")
+from tests.kernels.scripts import output_of
+
 SHARED_MEMORY = 232_448  # bytes a block may have, on either chip
 TENSOR_COLUMNS = 512
+WITHOUT_DESCRIPTORS = {"prepare_kernel", "finish_kernel", "add_partials_kernel"}
 ROLES = {"forward": {40, 104, 184}, "keys": {40, 104, 184}, "queries": {40, 168, 152}, "shared_query": {40, 168, 152}}
 """Blackwell's registers a thread: issuing warps, correction or writer, softmax or compute."""
 SPILLED = {"forward": 48, "keys": 24, "queries": 16, "shared_query": 24}
@@ -19,32 +16,16 @@ SPILLED = {"forward": 48, "keys": 24, "queries": 16, "shared_query": 24}
 MASKED_FORWARD = 6
 """Local accesses of a masked loop of Hopper's forward with blocks of 128 keys, which runs once or twice a tile."""
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(290),
-]
+pytestmark = pytest.mark.timeout(290)
 
 
 def compile_launches(arch, head_dim, mask, dtype="bf16", kinds=("self", "shared")):
-    from triton import language
-
-    if not Path(language.__file__).with_name("extra").joinpath("tlx").exists():
-        pytest.skip("needs fbtriton, this triton has no TLX")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
     what = ["--arch", str(arch), "--head-dim", str(head_dim), "--mask", mask, "--dtype", dtype, "--kind", *kinds]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *what, "--brief"], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    compiled = [json.loads(line) for line in output_of("compile_launches.py", *what, "--brief").splitlines()]
     for c in compiled:
         assert c["shared"] <= SHARED_MEMORY, c
-        assert c["acquires"] or c["kernel"] in ("prepare_kernel", "finish_kernel", "add_partials_kernel"), c
+        assert c["acquires"] or c["kernel"] in WITHOUT_DESCRIPTORS, c
     return compiled
-
-
-HELPERS = {"prepare_kernel", "finish_kernel", "add_partials_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +40,7 @@ HELPERS = {"prepare_kernel", "finish_kernel", "add_partials_kernel"}
 def test_hopper(head_dim, mask, kinds):
     compiled = compile_launches(90, head_dim, mask, kinds=kinds)
     assert {c["target"] for c in compiled} == {"sm_90a"}
-    kernels = [c for c in compiled if c["kernel"] not in HELPERS and not c["kernel"].startswith("describe")]
+    kernels = [c for c in compiled if c["kernel"] not in WITHOUT_DESCRIPTORS and not c["kernel"].startswith("describe")]
     assert {c["kernel"] for c in kernels} == {"forward_kernel", "fused_gradient_kernel"} | (
         {"query_gradient_kernel", "key_gradient_kernel", "one_tile_gradient_kernel"} if "self" in kinds else set()
     )

@@ -1,35 +1,24 @@
 """Launches that leave Triton's own path out hand over what it would have."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gemattn.kernels import interpreter
+from tests.kernels.scripts import output_of
 
 SCRIPT = Path(__file__).with_name("record_launches.py")
 CHECKS = [line[4:].split("(")[0] for line in SCRIPT.read_text().splitlines() if line.startswith("def check_")]
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
 def results():
     """What the script says, in a process in which Triton would compile."""
-    from triton import language
-
-    if not Path(language.__file__).with_name("extra").joinpath("tlx").exists():
-        pytest.skip("needs fbtriton, this triton has no TLX")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return json.loads(output_of("record_launches.py"))
 
 
 @pytest.mark.parametrize("check", CHECKS)

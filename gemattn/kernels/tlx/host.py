@@ -12,9 +12,6 @@ from gemattn.kernels.tlx.descriptors import describe_forward_kernel
 from gemattn.spec import AttentionSpec
 
 DESCRIPTOR_BYTES = 128
-WIDEST_WINDOW = 1 << 30
-"""No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
-
 MOST_COLUMNS = 1 << 31
 """Columns and coordinates that TMA counts in 32 bits."""
 
@@ -65,11 +62,6 @@ def strides_of(x: Tensor) -> tuple[int, int]:
     rows, heads, head_dim = x.shape
     row_stride, head_stride, _ = x.stride()
     return (row_stride if rows > 1 else heads * head_dim, head_stride if heads > 1 else head_dim)
-
-
-def window_of(spec: AttentionSpec) -> tuple[int, int]:
-    """(left, right) as kernels take them."""
-    return min(spec.window_left, WIDEST_WINDOW), min(spec.window_right, WIDEST_WINDOW)
 
 
 class ForwardBlocks(NamedTuple):

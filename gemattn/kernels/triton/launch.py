@@ -16,9 +16,6 @@ from gemattn.kernels.triton.key_gradient import key_gradient_kernel
 from gemattn.kernels.triton.query_gradient import query_gradient_kernel, shared_query_gradient_kernel
 from gemattn.spec import UNLIMITED, AttentionSpec
 
-_WIDEST_WINDOW = 1 << 30
-"""No sequence is longer: a wider window would only overflow the kernels' 32-bit positions."""
-
 _SHARED_QUERY_PROGRAMS = 264
 """Programs that a shared query's gradient is spread over, about two for each multiprocessor of a large GPU. A constant,
 so the order of its sum depends on shapes alone."""
@@ -76,7 +73,7 @@ def forward(
                 key.shape[0],
                 heads,
                 heads // key.shape[1],
-                *_window(spec),
+                *spec.kernel_window,
                 _score_scale(query, spec),
             ),
         )
@@ -158,7 +155,7 @@ def _query_gradient(
             key.shape[0],
             heads,
             heads // key.shape[1],
-            *_window(spec),
+            *spec.kernel_window,
             spec.scale,
             _score_scale(query, spec),
         ),
@@ -214,7 +211,7 @@ def _shared_query_gradient(
             key.shape[0],
             heads,
             heads // key.shape[1],
-            *_window(spec),
+            *spec.kernel_window,
             spec.scale,
             _score_scale(query, spec),
         ),
@@ -273,7 +270,7 @@ def _key_gradient(
             rows,
             kv_heads,
             query.shape[1] // kv_heads,
-            *_window(spec),
+            *spec.kernel_window,
             spec.scale,
             _score_scale(query, spec),
         ),
@@ -308,10 +305,6 @@ def _strides(x: Tensor) -> tuple[int, int]:
     """(row, head) strides. A dimension of size 1 may hold any stride; a plain one keeps one compiled kernel for all."""
     rows, heads, head_dim = x.shape
     return (x.stride(0) if rows > 1 else heads * head_dim, x.stride(1) if heads > 1 else head_dim)
-
-
-def _window(spec: AttentionSpec) -> tuple[int, int]:
-    return min(spec.window_left, _WIDEST_WINDOW), min(spec.window_right, _WIDEST_WINDOW)
 
 
 def _score_scale(query: Tensor, spec: AttentionSpec) -> float:

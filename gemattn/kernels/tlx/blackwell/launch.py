@@ -16,7 +16,6 @@ from gemattn.kernels.tlx.host import (
     forward_outputs,
     multiprocessors,
     strides_of,
-    window_of,
 )
 from gemattn.spec import UNLIMITED, AttentionSpec
 
@@ -95,7 +94,7 @@ def forward(
                 strides_of(query)[1],
                 strides_of(key)[1],
                 strides_of(value)[1],
-                *window_of(spec),
+                *spec.kernel_window,
                 spec.scale * math.log2(math.e),
             ),
         )

@@ -18,7 +18,6 @@ from gemattn.kernels.tlx.host import (
     multiprocessors,
     statistics_size,
     strides_of,
-    window_of,
 )
 from gemattn.kernels.tlx.statistics import prepare
 from gemattn.spec import UNLIMITED, AttentionSpec
@@ -100,7 +99,7 @@ def backward(
     row_lse, row_delta = torch.empty((2, statistics), dtype=torch.float32, device=query.device)
     table = torch.empty((_TENSORS * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=query.device)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = window_of(spec)
+    window = spec.kernel_window
     strides = [strides_of(x) for x in (query, key, value, dout)]
     q_tiles, kv_tiles = lists.q_tiles.shape[0] * heads, lists.kv_tiles.shape[0] * heads
     tile = GRADIENT[head_dim]

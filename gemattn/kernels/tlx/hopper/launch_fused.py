@@ -19,7 +19,6 @@ from gemattn.kernels.tlx.host import (
     multiprocessors,
     statistics_size,
     strides_of,
-    window_of,
 )
 from gemattn.kernels.tlx.statistics import prepare
 from gemattn.spec import UNLIMITED, AttentionSpec
@@ -121,7 +120,7 @@ def fused_backward(
     tile = FUSED[head_dim]
     walk = (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
-    window = window_of(spec)
+    window = spec.kernel_window
     processors = multiprocessors(device)
     statistics = statistics_size(rows, sequences, heads)
     stat = torch.empty(statistics, dtype=torch.float32, device=device)

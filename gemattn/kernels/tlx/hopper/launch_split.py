@@ -20,7 +20,6 @@ from gemattn.kernels.tlx.host import (
     multiprocessors,
     statistics_size,
     strides_of,
-    window_of,
 )
 from gemattn.spec import UNLIMITED, AttentionSpec
 
@@ -151,7 +150,7 @@ def split_backward(
     row_delta = torch.empty_like(row_lse)
     table = torch.empty((10 * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
     options = _Options(head_dim, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
-    window = window_of(spec)
+    window = spec.kernel_window
     strides = [strides_of(x) for x in (query, key, value, dout)]
     rest = (*[head_stride for _, head_stride in strides], *window, spec.scale, spec.scale * math.log2(math.e))
     row_gradients = lse if dlse is None else dlse
