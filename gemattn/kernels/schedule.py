@@ -5,7 +5,6 @@ known from shapes alone, ``T // BLOCK + B + 2``, which no batch exceeds: every s
 its full ones, and there are B sequences and two stretches of slack rows. What is left over is marked unused.
 """
 
-import functools
 import importlib.util
 from typing import NamedTuple
 
@@ -14,6 +13,8 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows of one record. Kernels with smaller tiles split a record, so one schedule serves every kernel."""
+
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # a graph could not hold the question
 
 LENGTH_CLASSES = (512, 256, 128)
 """Lengths at which kernels change their tiles: what a sequence gets depends on its own lengths alone."""
@@ -150,7 +151,7 @@ def make_schedule(
 
 def _build(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_rows: int) -> tuple[Tensor, ...]:
     """The fields of a `Schedule`; the key side is of no meaning where both offsets are one tensor."""
-    if kv_offsets.device.type == "cuda" and _triton_installed():
+    if kv_offsets.device.type == "cuda" and _TRITON_INSTALLED:
         return _tile_lists(q_offsets, kv_offsets, query_rows, key_rows)
     kv_starts = sanitize_offsets(kv_offsets, key_rows)
     kv_lengths = kv_starts.diff()
@@ -169,11 +170,6 @@ def _build(q_offsets: Tensor | None, kv_offsets: Tensor, query_rows: int, key_ro
     q_tiles, q_longer = _tiles(q_starts, q_lengths, kv_lengths, out_rows)
     kv_tiles, kv_longer = _tiles(kv_starts, kv_lengths, q_lengths, key_rows)
     return q_starts, kv_starts, q_tiles, kv_tiles, q_longer, kv_longer
-
-
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("gemattn::tile_lists", mutates_args=())

@@ -14,6 +14,7 @@ _STAND_INS = {
     "fma.rn.f32x2": _fused,
     "tanh.approx.f32": np.tanh,
     "ex2.approx.ftz.f32": np.exp2,
+    "@never pmevent": np.zeros_like,  # for the assembler's eyes
 }
 
 

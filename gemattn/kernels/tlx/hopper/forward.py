@@ -1,7 +1,7 @@
 """Forward on sm_90: a producer warp group feeds two consumer warp groups of 64 query rows each.
 
 A program walks the tile list with a stride of the grid. For each tile the producer loads the two query blocks and then
-key and value blocks from the last visible one down to the first; consumers overlap the score product of one block with
+key and value blocks from the last visible one down to the first; consumers overlap the exponentials of one block with
 the value product of the block before. Masked blocks come first (end of the sequence, causal edge) and last (left side
 of a window), so the loop over the blocks between carries no mask.
 """
@@ -14,6 +14,7 @@ from gemattn.kernels.tlx.common import (
     LN2,
     RECORD_ROWS,
     ROWS,
+    before_waiting,
     clear_rows,
     hide,
     key_blocks,
@@ -23,14 +24,23 @@ from gemattn.kernels.tlx.common import (
 )
 
 
-@triton.jit
-def _softmax_step(scores, row_max, row_sum):
-    """Online softmax of scaled scores, base 2: (probabilities, correction, new maximum, new sum).
+# Named barriers, each of 2 x 128 threads: products may be issued by the first consumer, and by the second.
+_TURN: tl.constexpr = tl.constexpr(9)
+_BOTH: tl.constexpr = tl.constexpr(256)
 
-    No score exceeds its row's maximum and the kernel is compiled without contraction to fused multiply-adds, so the
-    exponent's argument is at most 0 as it stands.
+
+@triton.jit
+def _softmax_step(scores, row_max, row_sum, score_scale, POSITIVE_SCALE: tl.constexpr):
+    """Online softmax, base 2: (probabilities, correction, new maximum, new sum).
+
+    Scores come scaled unless POSITIVE_SCALE: then the scale goes into the exponent's multiply-add. That argument and
+    the maximum round differently: it may exceed 0 by half a unit in the maximum's last place, which the sum undoes.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    block_max = tl.max(scores, 1)
+    if POSITIVE_SCALE:
+        block_max *= score_scale
+        scores *= score_scale
+    new_max = tl.maximum(row_max, block_max)
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.math.exp2(scores - reference[:, None])
     correction = tl.math.exp2(row_max - reference)
@@ -96,8 +106,8 @@ def _produce(
 def _consume_blocks(
     acc, p, row_max, row_sum, kv_count, from_block, to_block, rows, shift, n_kv, window_left, window_right, score_scale,
     q_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-
+    STAGES_KV: tl.constexpr, POSITIVE_SCALE: tl.constexpr, TURNS: tl.constexpr, half: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Blocks from_block - 1 down to to_block. On entry and exit `p` holds the block before, its product outstanding."""
     for step in tl.range(0, from_block - to_block):
@@ -105,17 +115,23 @@ def _consume_blocks(
         buf, phase = ring(kv_count, STAGES_KV)
         before, before_phase = ring(kv_count - 1, STAGES_KV)
         tlx.barrier_wait(k_full[buf], phase)
+        if TURNS:
+            tlx.named_barrier_wait(_TURN + half, _BOTH)
         scores = tlx.async_dot(q_buf, tlx.local_trans(k_bufs[buf]))
         tlx.barrier_wait(v_full[before], before_phase)
         acc = tlx.async_dot(p.to(DTYPE), v_bufs[before], acc)
+        if TURNS:
+            tlx.named_barrier_arrive(_TURN + 1 - half, _BOTH)
         scores = tlx.async_dot_wait(1, scores)
         tlx.barrier_arrive(k_free[buf], 1)
-        scores = scores * score_scale  # before the mask: a negative scale would turn -inf around
+        if not POSITIVE_SCALE:  # before the mask: the scale would turn -inf around, or into NaN
+            scores *= score_scale
         if MASKED:
             scores = hide(
                 scores, rows, block * BLOCK_N, shift, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
             )
-        p, correction, row_max, row_sum = _softmax_step(scores, row_max, row_sum)
+        p, correction, row_max, row_sum = _softmax_step(scores, row_max, row_sum, score_scale, POSITIVE_SCALE)
+        before_waiting(row_sum)
         acc = tlx.async_dot_wait(0, acc)
         tlx.barrier_arrive(v_free[before], 1)
         acc = acc * correction[:, None]
@@ -128,9 +144,13 @@ def _consume(
     table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences, out_rows, window_left,
     window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free, k_full, k_free, v_full,
     v_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-
+    STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, POSITIVE_SCALE: tl.constexpr, TURNS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
+    if TURNS:
+        # The first consumer begins; both see the same blocks, so turns alternate from tile to tile too.
+        if half == 1:
+            tlx.named_barrier_arrive(_TURN, _BOTH)
     q_count = 0
     kv_count = 0
     tile = first_tile + tl.program_id(0)
@@ -161,10 +181,15 @@ def _consume(
             buf, phase = ring(kv_count, STAGES_KV)
             tlx.barrier_wait(q_full[q_slot], q_phase)
             tlx.barrier_wait(k_full[buf], phase)
+            if TURNS:
+                tlx.named_barrier_wait(_TURN + half, _BOTH)
             scores = tlx.async_dot(q_bufs[q_slot], tlx.local_trans(k_bufs[buf]))
+            if TURNS:
+                tlx.named_barrier_arrive(_TURN + 1 - half, _BOTH)
             scores = tlx.async_dot_wait(0, scores)
             tlx.barrier_arrive(k_free[buf], 1)
-            scores = scores * score_scale
+            if not POSITIVE_SCALE:
+                scores *= score_scale
             scores = hide(
                 scores,
                 rows,
@@ -177,24 +202,24 @@ def _consume(
                 HAS_LEFT,
                 HAS_RIGHT,
             )
-            p, _correction, row_max, row_sum = _softmax_step(scores, row_max, row_sum)
+            p, _correction, row_max, row_sum = _softmax_step(scores, row_max, row_sum, score_scale, POSITIVE_SCALE)
             kv_count += 1
             if HAS_RIGHT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
                     acc, p, row_max, row_sum, kv_count, end - 1, free_end, rows, shift, n_kv, window_left, window_right,
                     score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
-                    STAGES_KV, HAS_LEFT, HAS_RIGHT, True,
+                    STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             acc, p, row_max, row_sum, kv_count = _consume_blocks(
                 acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, end - 1), free_begin, rows, shift, n_kv,
                 window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free,
-                DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, False,
+                DTYPE, BLOCK_N, STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, False,
             )  # fmt: skip
             if HAS_LEFT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
                     acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, end - 1), begin, rows, shift, n_kv,
                     window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full,
-                    v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT, HAS_RIGHT, True,
+                    v_free, DTYPE, BLOCK_N, STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             buf, phase = ring(kv_count - 1, STAGES_KV)
             tlx.barrier_wait(v_full[buf], phase)
@@ -234,12 +259,13 @@ def forward_kernel(
     table, tiles_ptr, longer_ptr, offsets_ptr, out_ptr, lse_ptr, num_tiles, heads, group, num_sequences, out_rows,
     q_head_stride, k_head_stride, v_head_stride, window_left, window_right, score_scale, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, REGISTERS: tl.constexpr,
-    WARP_BARRIERS: tl.constexpr,
+    POSITIVE_SCALE: tl.constexpr, TURNS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    REGISTERS: tl.constexpr, WARP_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """out (out_rows, H, D) and lse (H, out_rows) of the tiles of the length classes BEGIN to END, see `tile_range`.
 
-    Persistent: any grid; 12 warps in three groups.
+    Persistent: any grid; 12 warps in three groups. POSITIVE_SCALE: `score_scale` > 0. TURNS: consumers issue products in
+    turn, so that the exponentials of one fall on the products of the other.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     q_bufs = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, 2 * STAGES_Q)
@@ -269,5 +295,5 @@ def forward_kernel(
                 table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences,
                 out_rows, window_left, window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free,
                 k_full, k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q,
-                STAGES_KV, HAS_LEFT, HAS_RIGHT,
+                STAGES_KV, POSITIVE_SCALE, TURNS, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip

@@ -30,16 +30,16 @@ class ForwardTile(NamedTuple):
     stages_q: int
     stages_kv: int
     registers: int = 240
-    warp_barriers: bool = False
-    num_stages: int = 1
-    """Above 1 the compiler waits for the scores before it issues the value product, whose time the exponentials then
-    fill: better for blocks of 128 keys. At 1 both products are issued at once: better for blocks of 64."""
+    warp_barriers: bool = True
+    """Every thread frees a key or value buffer, in place of one for all after a barrier between them."""
+    turns: bool = False
+    """Consumers issue their products in turn: 2% where there are many blocks, a loss where there are few."""
 
 
 FORWARD = {
-    32: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
-    64: (ForwardTile(128, 2, 3, num_stages=3), ForwardTile(64, 2, 6, warp_barriers=True)),
-    128: (ForwardTile(128, 2, 2, num_stages=3), ForwardTile(64, 2, 4)),
+    32: (ForwardTile(128, 2, 3), ForwardTile(64, 2, 6)),
+    64: (ForwardTile(128, 2, 3), ForwardTile(64, 2, 6)),
+    128: (ForwardTile(128, 2, 2, warp_barriers=False, turns=True), ForwardTile(64, 2, 4)),
 }
 """By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
 
@@ -49,7 +49,9 @@ FUSED_CLASS = LENGTH_CLASSES.index(512)
 
 
 @functools.cache
-def _forward(head_dim: int, tile: ForwardTile, begin: int, end: int, has_left: bool, has_right: bool) -> Launcher:
+def _forward(
+    head_dim: int, tile: ForwardTile, begin: int, end: int, positive_scale: bool, has_left: bool, has_right: bool
+) -> Launcher:
     return Launcher(
         forward_kernel,
         HEAD_DIM=head_dim,
@@ -58,13 +60,14 @@ def _forward(head_dim: int, tile: ForwardTile, begin: int, end: int, has_left: b
         STAGES_KV=tile.stages_kv,
         BEGIN=begin,
         END=end,
+        POSITIVE_SCALE=positive_scale,
+        TURNS=tile.turns,
         HAS_LEFT=has_left,
         HAS_RIGHT=has_right,
         REGISTERS=tile.registers,
         WARP_BARRIERS=tile.warp_barriers,
         num_warps=4,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
+        num_stages=1,
     )
 
 
@@ -84,7 +87,7 @@ def forward(
     tiles = FORWARD[head_dim]
     num_tiles = lists.q_tiles.shape[0] * heads
     grid = (min(num_tiles, multiprocessors(query.device)),)
-    masks = (spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
+    options = (spec.scale > 0, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     with torch.cuda.device_of(query):
         blocks = ForwardBlocks(64, LENGTH_CLASSES[SHORT_CLASS], tiles[0].block_n, tiles[1].block_n)
         out, lse, table = forward_outputs(query, key, value, lists, spec, blocks)
@@ -101,8 +104,8 @@ def forward(
             *spec.kernel_window,
             spec.scale * math.log2(math.e),
         )
-        _forward(head_dim, tiles[0], -1, SHORT_CLASS, *masks)(grid, pointers, numbers)
-        _forward(head_dim, tiles[1], SHORT_CLASS, -1, *masks)(grid, pointers, numbers)
+        _forward(head_dim, tiles[0], -1, SHORT_CLASS, *options)(grid, pointers, numbers)
+        _forward(head_dim, tiles[1], SHORT_CLASS, -1, *options)(grid, pointers, numbers)
     return out, lse
 
 
