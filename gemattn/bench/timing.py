@@ -72,9 +72,12 @@ class CudaClock:
 
     def samples(self, region: Region, repeats: int) -> list[float]:
         """Milliseconds of each run. The device first sleeps for about a millisecond, in which the host gets ahead, as
-        it is in a training step; a region that waits for the device shows all of its wait.
+        it is in a training step; a region that waits for the device shows all of its wait. Where runs are short enough
+        for several, one more comes first and does not count: others had the host, and its caches, in between.
         """
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        if repeats > 1:
+            region()
         torch.cuda._sleep(2_000_000)
         for start, end in events:
             self._flush.zero_()
