@@ -106,8 +106,8 @@ def check_hopper() -> None:
     properties(90)
     names = attention(hopper, (64, 128), grouped_backward=False)
     assert names == {
-        "describe_forward_kernel", "forward_kernel", "describe_split_kernel", "query_gradient_kernel",
-        "key_gradient_kernel", "one_tile_gradient_kernel", "describe_fused_kernel", "prepare_kernel",
+        "describe_forward_kernel", "forward_kernel", "describe_backward_kernel", "query_gradient_kernel",
+        "key_gradient_kernel", "one_tile_gradient_kernel", "prepare_kernel", "prepare_fused_kernel",
         "fused_gradient_kernel", "finish_kernel", "add_partials_kernel",
     }, names  # fmt: skip
 

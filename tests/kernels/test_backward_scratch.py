@@ -9,6 +9,8 @@ from gemattn.kernels import interpreter
 from gemattn.kernels.schedule import make_schedule
 
 triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402 (where it can be imported)
+
 pytest.importorskip("triton.language.extra.tlx", reason="needs fbtriton, this triton has no TLX")
 from gemattn.kernels.tlx import statistics  # noqa: E402 (where it can be imported)
 from gemattn.kernels.tlx.hopper import backward_scratch  # noqa: E402 (where it can be imported)
@@ -98,26 +100,102 @@ def test_partial_sums_of_a_shared_query():
 
 @triton.jit
 def split_kernel(
-    tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
+    tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above,
+    COUNTED: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
     backward_scratch.split_records(
-        tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
+        tl.program_id(0), tl.num_programs(0), tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows,
+        walk_keys, keys_above, COUNTED, WRITTEN,
+    )  # fmt: skip
+
+
+WALK = (300, 900)
+UNUSED = [-1, 0, 0, 0]
+
+
+def check_split(records, sequences, keys_above, programs, counted=32, written=16):
+    """Both lists against a plain walk over the records; how many are in each."""
+    first, rest = torch.full((2, len(records) + 1, 4), 77, dtype=torch.int32)
+    split_kernel[(programs,)](
+        records, first, rest, len(records), sequences, *WALK, keys_above, COUNTED=counted, WRITTEN=written
     )
-
-
-@pytest.mark.parametrize("keys_above", [-1, 200])
-@pytest.mark.parametrize("lengths", [[200, 0, 700, 5, 300] * 60, []], ids=["many", "none"])
-def test_lists_of_first_tiles_and_of_the_rest(lengths, keys_above):
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    sequences, slack = len(lengths), 200
-    schedule = make_schedule(offsets, query_rows=sum(lengths) + slack)
-    records = schedule.kv_tiles
-    first, rest = torch.full((2, *records.shape), 77, dtype=torch.int32)
-    split_kernel[(1,)](records, first, rest, len(records), sequences, 300, 4096, keys_above)
-    used = [r for r in records.tolist() if r[0] >= 0 and (r[2] > keys_above if r[0] < sequences else keys_above < 0)]
-    wanted_first = [r for r in used if r[0] >= sequences or r[1] == 0]
-    wanted_rest = [r for r in used if r[0] < sequences and r[1] > 0 and lengths[r[0]] > 300]
-    assert len(wanted_first) == sum(n > max(keys_above, 0) for n in lengths) + (2 if keys_above < 0 else 0)
+    wanted_first, wanted_rest = [], []
+    for record in records.tolist():
+        segment, block, n_kv, n_q = record
+        if segment >= sequences:
+            wanted_first += [record] if keys_above < 0 else []
+        elif segment >= 0 and n_kv > keys_above:
+            if block == 0:
+                wanted_first.append(record)
+            elif n_q > WALK[0] or n_kv > WALK[1]:
+                wanted_rest.append(record)
     for found, wanted in ((first, wanted_first), (rest, wanted_rest)):
-        assert found[: len(wanted)].tolist() == wanted
-        assert (found[len(wanted) :, 0] == -1).all()
+        unused = len(records) - len(wanted)
+        assert found.tolist() == [*wanted, *[UNUSED] * unused, [77] * 4]
+    return len(wanted_first), len(wanted_rest)
+
+
+@pytest.mark.parametrize("keys_above", [-1, 0, 512])
+@pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("slack", [0, 200])
+def test_lists_of_first_tiles_and_of_the_rest(slack, cross, programs, keys_above):
+    """Empty and long sequences, walked and not: by their queries, and by their keys."""
+    lengths = [200, 0, 700, 5, 300, 1100, 513, 512] * 6
+    kv_offsets = torch.tensor([0, *lengths]).cumsum(0) + slack
+    queries = [40, 301, 0, 300, 7, 520, 1] * 7
+    offsets = torch.tensor([0, *queries[: len(lengths)]]).cumsum(0) if cross else kv_offsets
+    schedule = make_schedule(
+        offsets, kv_offsets, query_rows=int(offsets[-1]) + slack, key_rows=int(kv_offsets[-1]) + slack
+    )
+    firsts, rests = check_split(schedule.kv_tiles, len(lengths), keys_above, programs)
+    assert firsts == sum(n > max(keys_above, 0) for n in lengths) + (2 * -(-slack // 128) if keys_above < 0 else 0)
+    assert rests > 0
+
+
+@pytest.mark.parametrize("keys_above", [-1, 512])
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 31, 32, 33, 95, 96, 97, 300])
+def test_lists_of_any_length(count, programs, keys_above):
+    """Around the sizes of what is read and written at a time, and of stretches of programs; no schedule's order."""
+    generator = torch.Generator().manual_seed(count)
+    records = torch.stack(
+        [torch.randint(*bounds, (count,), generator=generator) for bounds in ((-1, 12), (0, 3), (400, 1000), (0, 500))],
+        dim=1,
+    ).int()
+    check_split(records, 10, keys_above, programs)
+
+
+def test_all_first_and_all_rest():
+    records = torch.tensor([[0, 0, 2000, 500]]).expand(70, 4).int().contiguous()
+    assert check_split(records, 1, -1, 3) == (70, 0)
+    records[:, 1] = 4
+    assert check_split(records, 1, -1, 3) == (0, 70)
+    assert check_split(records, 0, -1, 3) == (70, 0), "slack alone"
+
+
+def test_statistics_and_lists_in_one_launch():
+    lengths, slack = [700, 0, 130, 900, 520], 70
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows, sequences = sum(lengths) + slack, len(lengths)
+    schedule = make_schedule(offsets, query_rows=rows)
+    out, dout = torch.randn(2, rows, HEADS, HEAD_DIM)
+    lse, dlse = torch.randn(2, HEADS, rows)
+    size = (rows // 64 + sequences + 1) * HEADS * 64
+    wanted, found = torch.full((2, 2, size), math.nan)
+    q_lists = (schedule.q_tiles, schedule.q_longer, schedule.q_offsets)
+    records = schedule.kv_tiles
+    tiles = len(records) * HEADS
+    sizes = (tiles, HEADS, sequences, rows, HEADS * HEAD_DIM, HEAD_DIM)
+    statistics.prepare_kernel[(3,)](
+        *q_lists, out, dout, lse, dlse, *wanted, *sizes, -1, HEAD_DIM=HEAD_DIM, HAS_DLSE=True, HAS_RIGHT=False, END=0
+    )
+    assert wanted.isfinite().any() and wanted.isnan().any()
+    lists = torch.full((2, 2, *records.shape), 77, dtype=torch.int32)
+    backward_scratch.prepare_fused_kernel[(2 + 3,)](
+        *q_lists, out, dout, lse, dlse, *found, records, *lists[0], *sizes, 2, len(records), *WALK, 512,
+        HEAD_DIM=HEAD_DIM, HAS_DLSE=True, END=0,
+    )  # fmt: skip
+    assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+    split_kernel[(1,)](records, *lists[1], len(records), sequences, *WALK, 512, COUNTED=64, WRITTEN=64)
+    assert torch.equal(lists[0], lists[1]) and (lists != 77).all()

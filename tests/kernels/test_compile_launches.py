@@ -8,7 +8,7 @@ from tests.kernels.scripts import output_of
 
 SHARED_MEMORY = 232_448  # bytes a block may have, on either chip
 TENSOR_COLUMNS = 512
-WITHOUT_DESCRIPTORS = {"prepare_kernel", "finish_kernel", "add_partials_kernel"}
+WITHOUT_DESCRIPTORS = {"prepare_kernel", "prepare_fused_kernel", "finish_kernel", "add_partials_kernel"}
 ROLES = {"forward": {40, 104, 184}, "keys": {40, 104, 184}, "queries": {40, 168, 152}, "shared_query": {40, 168, 152}}
 """Blackwell's registers a thread: issuing warps, correction or writer, softmax or compute."""
 SPILLED = {"forward": 48, "keys": 24, "queries": 16, "shared_query": 24}

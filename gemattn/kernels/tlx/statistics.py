@@ -9,19 +9,20 @@ from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.tlx.common import LOG2E, RECORD_ROWS, first_seeing_row, read_tile, stat_block, tile_range
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
-def prepare_kernel(
-    tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr,
+@triton.jit
+def row_statistics(
+    program, programs, tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr,
     num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Statistics (blocks, H, 64): lse (base 2, +inf for a row that takes no part), ``delta = rowsum(dO * O) - dlse``.
 
-    Any grid; a tile is the rows of one record and head, of the records up to length class END.
+    The share of one of any number of programs; a tile is the rows of one record and head, of the records up to length
+    class END.
     """
     BLOCK: tl.constexpr = 64
     _first_tile, num_tiles = tile_range(longer_ptr, num_tiles, heads, -1, END)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for tile in tl.range(program, num_tiles, programs):
         segment, head, first_row, n_q, n_kv, q_start = read_tile(
             tiles_ptr, offsets_ptr, tile, num_tiles, heads, num_sequences
         )
@@ -52,6 +53,20 @@ def prepare_kernel(
                     stat = stat_block(q_start, segment, first_row // BLOCK + part, head, heads, BLOCK)
                     tl.store(stat_ptr + stat + lane, lse)
                     tl.store(delta_ptr + stat + lane, delta)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "out_rows", "window_right"])
+def prepare_kernel(
+    tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr,
+    num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right, HEAD_DIM: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_RIGHT: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """`row_statistics`, any grid."""
+    row_statistics(
+        tl.program_id(0), tl.num_programs(0), tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr,
+        stat_ptr, delta_ptr, num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, window_right,
+        HEAD_DIM, HAS_DLSE, HAS_RIGHT, END,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from gemattn.kernels.tlx.common import RECORD_ROWS, first_seeing_row, read_tile, tile_range
+from gemattn.kernels.tlx.statistics import row_statistics
 
 SCRATCH_COLUMNS: tl.constexpr = tl.constexpr(32)  # 128 bytes, the widest row that the copy engine swizzles
 
@@ -44,39 +45,94 @@ def is_walked(n_q, n_kv, walk_rows, walk_keys):
 
 
 @triton.jit
+def _read_records(
+    tiles_ptr, index, end, num_sequences, walk_rows, walk_keys, keys_above
+):  # fmt: skip
+    """Records `index` (N,) int32, those before `end`: (N, 4) int32; and which lists of `split_records` they belong to,
+    the first and the second one's, (N,) bool each."""
+    inside = index < end
+    fields = tl.arange(0, 4)
+    records = tl.load(tiles_ptr + index[:, None] * 4 + fields[None, :], mask=inside[:, None], other=-1)
+    even, odd = tl.split(tl.reshape(records, (index.shape[0], 2, 2)))
+    segment, n_kv = tl.split(even)
+    block, n_q = tl.split(odd)
+    own = (segment >= 0) & (segment < num_sequences) & (n_kv > keys_above)
+    first = (own & (block == 0)) | ((segment >= num_sequences) & (keys_above < 0))
+    rest = own & (block > 0) & (is_walked(n_q, n_kv, walk_rows, walk_keys) == 0)
+    return records, first, rest
+
+
+@triton.jit
+def _place_records(list_ptr, records, index, end, num_records, chosen, before):
+    """Write the chosen of records `index` that are before `end`, after the `before` ones of earlier records.
+
+    Each of the others becomes an unused record at the list's end. So every record has a place of its own either way,
+    and no program needs to know how many are chosen in all.
+    """
+    rank = before + tl.cumsum(chosen.to(tl.int32), 0) - chosen.to(tl.int32)
+    place = tl.where(chosen, rank, num_records - 1 - (index - rank))
+    fields = tl.arange(0, 4)[None, :]
+    records = tl.where(chosen[:, None], records, tl.where(fields == 0, -1, 0))
+    tl.store(list_ptr + place[:, None] * 4 + fields, records, mask=(index < end)[:, None])
+
+
+@triton.jit
 def split_records(
-    tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above,
+    program, programs, tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above,
+    COUNTED: tl.constexpr = 2048, WRITTEN: tl.constexpr = 256,
 ):  # fmt: skip
     """Records of key tiles, order kept, into two lists of the same length, unused ones at their ends: first tiles of
     sequences of more than `keys_above` keys (of all, and of slack, where that is -1); and the rest of those sequences
-    where they are not walked."""
-    RECORD: tl.constexpr = 4
-    CHUNK: tl.constexpr = 512
-    firsts = 0
-    rests = 0
-    for start in tl.range(0, num_records, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        inside = index < num_records
-        segment = tl.load(tiles_ptr + index * RECORD, mask=inside, other=-1)
-        block = tl.load(tiles_ptr + index * RECORD + 1, mask=inside, other=0)
-        own = (segment >= 0) & (segment < num_sequences)
-        n_kv = tl.load(tiles_ptr + index * RECORD + 2, mask=own, other=0)
-        n_q = tl.load(tiles_ptr + index * RECORD + 3, mask=own, other=0)
-        own = own & (n_kv > keys_above)
-        first = ((segment >= num_sequences) & (keys_above < 0)) | (own & (block == 0))
-        rest = own & (block > 0) & (is_walked(n_q, n_kv, walk_rows, walk_keys) == 0)
-        first_place = firsts + tl.cumsum(first.to(tl.int32), 0) - 1
-        rest_place = rests + tl.cumsum(rest.to(tl.int32), 0) - 1
-        for field in tl.static_range(RECORD):
-            value = tl.load(tiles_ptr + index * RECORD + field, mask=inside, other=0)
-            tl.store(first_ptr + first_place * RECORD + field, value, mask=first)
-            tl.store(rest_ptr + rest_place * RECORD + field, value, mask=rest)
-        firsts += tl.sum(first.to(tl.int32), 0)
-        rests += tl.sum(rest.to(tl.int32), 0)
-    for start in tl.range(0, num_records, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        tl.store(first_ptr + index * RECORD, -1, mask=(index >= firsts) & (index < num_records))
-        tl.store(rest_ptr + index * RECORD, -1, mask=(index >= rests) & (index < num_records))
+    where they are not walked.
+
+    The share of one of any number of programs, a stretch of the list: it counts for itself what the stretches before
+    put where, COUNTED records at a time, and then places its own, WRITTEN at a time.
+    """
+    stretch = tl.cdiv(num_records, programs)
+    begin = tl.minimum(program * stretch, num_records)
+    end = tl.minimum(begin + stretch, num_records)
+    # Both in one number, for registers: 2 ** 15 times COUNTED records are more than a batch has.
+    counts = tl.zeros([COUNTED], tl.int32)
+    for start in tl.range(0, begin, COUNTED):
+        index = start + tl.arange(0, COUNTED)
+        _records, first, rest = _read_records(
+            tiles_ptr, index, begin, num_sequences, walk_rows, walk_keys, keys_above
+        )  # fmt: skip
+        counts += first.to(tl.int32) + (rest.to(tl.int32) << 16)
+    firsts_before = tl.sum(counts & 0xFFFF, 0)
+    rests_before = tl.sum(counts >> 16, 0)
+    for start in tl.range(begin, end, WRITTEN):
+        index = start + tl.arange(0, WRITTEN)
+        records, first, rest = _read_records(tiles_ptr, index, end, num_sequences, walk_rows, walk_keys, keys_above)
+        _place_records(first_ptr, records, index, end, num_records, first, firsts_before)
+        _place_records(rest_ptr, records, index, end, num_records, rest, rests_before)
+        firsts_before += tl.sum(first.to(tl.int32), 0)
+        rests_before += tl.sum(rest.to(tl.int32), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "num_sequences", "out_rows", "splitters", "num_records", "walk_rows", "walk_keys", "keys_above"
+    ]
+)  # fmt: skip
+def prepare_fused_kernel(
+    q_tiles_ptr, longer_ptr, offsets_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, kv_tiles_ptr,
+    first_ptr, rest_ptr, num_tiles, heads, num_sequences, out_rows, do_row_stride, do_head_stride, splitters,
+    num_records, walk_rows, walk_keys, keys_above, HEAD_DIM: tl.constexpr, HAS_DLSE: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """What own queries without a mask need before: `split_records` by the first `splitters` programs, `row_statistics`
+    by the others, any number of them."""
+    if tl.program_id(0) < splitters:
+        split_records(
+            tl.program_id(0), splitters, kv_tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows,
+            walk_keys, keys_above,
+        )  # fmt: skip
+    else:
+        row_statistics(
+            tl.program_id(0) - splitters, tl.num_programs(0) - splitters, q_tiles_ptr, longer_ptr, offsets_ptr, out_ptr,
+            dout_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, num_tiles, heads, num_sequences, out_rows, do_row_stride,
+            do_head_stride, 0, HEAD_DIM, HAS_DLSE, False, END,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "window_right"])

@@ -6,52 +6,24 @@ import triton.language as tl
 from gemattn.kernels.tlx._tlx import descriptor_slot, tlx
 from gemattn.kernels.tlx.common import first_seeing_row
 from gemattn.kernels.tlx.descriptors import describe_keys, describe_rows, describe_statistics
-from gemattn.kernels.tlx.hopper.backward_scratch import split_records
 
 
-@triton.jit(do_not_specialize=["num_sequences", "statistics"])
-def describe_split_kernel(
-    table,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    dout_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    lse_ptr,
-    delta_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    q_row_stride,
-    q_head_stride,
-    k_row_stride,
-    k_head_stride,
-    v_row_stride,
-    v_head_stride,
-    dout_row_stride,
-    dout_head_stride,
-    num_sequences,
-    statistics,
-    window_right,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    LONGER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHORT_BLOCK_N: tl.constexpr,
+@triton.jit
+def _describe_split(
+    table, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets_ptr,
+    kv_offsets_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    dout_row_stride, dout_head_stride, num_sequences, statistics, window_right, heads, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, LONGER: tl.constexpr, BLOCK_N: tl.constexpr, SHORT_BLOCK_N: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-):
-    """Descriptors of backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes the others.
+):  # fmt: skip
+    """Tensors: query, key, value, out, dout, dq, dk, dv; then lse and delta.
 
-    Tensors: query, key, value, out, dout, dq, dk, dv. Those of query, out and dout begin at the first row that sees a
-    key: what comes in for the rows before arrives as zeros. Keys and values are described for the query kernel, in
-    blocks as in forward, and, in slots 8 B + 2 on, in blocks of BLOCK_M rows for the key kernel.
+    Keys and values are described for the query kernel, in blocks as in forward, and, in slots 8 B + 2 on, in blocks of
+    BLOCK rows for the key kernel.
     """
     sequence = tl.program_id(0)
     if sequence == num_sequences:
-        describe_statistics(table, 8 * num_sequences, lse_ptr, delta_ptr, statistics, BLOCK_M)
+        describe_statistics(table, 8 * num_sequences, lse_ptr, delta_ptr, statistics, BLOCK)
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
@@ -60,9 +32,9 @@ def describe_split_kernel(
         seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
         q_first = q_start + seeing
         rows = n_q - seeing
-        out_stride = heads * HEAD_DIM
+        stride = heads * HEAD_DIM
         slot = sequence
-        describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, q_ptr, q_first, rows, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
         if n_kv > LONGER:
             describe_keys(
@@ -75,81 +47,31 @@ def describe_split_kernel(
                 v_head_stride, heads, HEAD_DIM, SHORT_BLOCK_N,
             )  # fmt: skip
         slot += 2 * num_sequences
-        describe_rows(table, slot, out_ptr, q_start + seeing, rows, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, out_ptr, q_first, rows, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        describe_rows(
-            table, slot, dout_ptr, q_start + seeing, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK_M
-        )
+        describe_rows(table, slot, dout_ptr, q_first, rows, dout_row_stride, dout_head_stride, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        describe_rows(table, slot, dq_ptr, q_start, n_q, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dq_ptr, q_start, n_q, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        describe_rows(table, slot, dk_ptr, kv_start, n_kv, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
-        describe_rows(table, slot, dv_ptr, kv_start, n_kv, out_stride, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+        describe_rows(table, slot, dv_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot = 8 * num_sequences + 2 + sequence
         describe_keys(
             table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
-            v_head_stride, heads, HEAD_DIM, BLOCK_M,
+            v_head_stride, heads, HEAD_DIM, BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_sequences",
-        "statistics",
-        "scratch_rows",
-        "num_records",
-        "walk_rows",
-        "walk_keys",
-        "keys_above",
-    ]
-)
-def describe_fused_kernel(
-    table,
-    q_ptr,
-    dout_ptr,
-    k_ptr,
-    v_ptr,
-    dk_ptr,
-    dv_ptr,
-    lse_ptr,
-    delta_ptr,
-    scratch_ptr,
-    tiles_ptr,
-    first_ptr,
-    rest_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    q_row_stride,
-    q_head_stride,
-    k_row_stride,
-    k_head_stride,
-    v_row_stride,
-    v_head_stride,
-    dout_row_stride,
-    dout_head_stride,
-    num_sequences,
-    statistics,
-    scratch_rows,
-    window_right,
-    num_records,
-    walk_rows,
-    walk_keys,
-    keys_above,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCRATCH_BLOCK: tl.constexpr,
-    SCRATCH_COLUMNS: tl.constexpr,
-    SHARED_QUERY: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
-    """Descriptors of the fused backward for sequence `program_id(0)`, slot = tensor * B + sequence; program B makes
-    the others: lse, delta and the dq scratch. Program B + 1, where there is one, splits the list of key tiles.
-
-    Tensors: query, dout, key, value, dk, dv. Those of query and dout begin at the first row that sees a key: what comes
-    in for the rows before arrives as zeros.
-    """
+@triton.jit
+def _describe_fused(
+    table, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, scratch_ptr, q_offsets_ptr,
+    kv_offsets_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    dout_row_stride, dout_head_stride, num_sequences, statistics, scratch_rows, window_right, heads,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, SCRATCH_BLOCK: tl.constexpr, SCRATCH_COLUMNS: tl.constexpr,
+    SHARED_QUERY: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Tensors: query, dout, key, value, dk, dv; then lse, delta and the dq scratch."""
     sequence = tl.program_id(0)
     if sequence == num_sequences:
         slot = 6 * num_sequences
@@ -161,10 +83,6 @@ def describe_fused_kernel(
             strides=[SCRATCH_COLUMNS, tl.constexpr(1)],
             block_shape=[SCRATCH_BLOCK, SCRATCH_COLUMNS],
         )
-    elif sequence > num_sequences:
-        split_records(
-            tiles_ptr, first_ptr, rest_ptr, num_records, num_sequences, walk_rows, walk_keys, keys_above
-        )  # fmt: skip
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
@@ -189,3 +107,69 @@ def describe_fused_kernel(
         describe_rows(table, slot, dk_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
         slot += num_sequences
         describe_rows(table, slot, dv_ptr, kv_start, n_kv, stride, HEAD_DIM, heads, HEAD_DIM, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "statistics", "scratch_rows", "window_right"])
+def describe_backward_kernel(
+    fused_table_ptr,
+    split_table_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    dout_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    lse_ptr,
+    delta_ptr,
+    scratch_ptr,
+    q_offsets_ptr,
+    kv_offsets_ptr,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    dout_row_stride,
+    dout_head_stride,
+    num_sequences,
+    statistics,
+    scratch_rows,
+    window_right,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT_BLOCK_N: tl.constexpr,
+    SCRATCH_BLOCK: tl.constexpr,
+    SCRATCH_COLUMNS: tl.constexpr,
+    FUSED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SHARED_QUERY: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Descriptors of the ways backward that a call takes, FUSED, SPLIT or both: program axis 1 picks the way.
+
+    Those for sequence `program_id(0)` are in slots tensor * B + sequence of the way's table; program B makes what does
+    not belong to a sequence. Those of query, out and dout begin at the first row that sees a key: what comes in for the
+    rows before arrives as zeros. Pointers of a way not taken are not looked at.
+    """
+    if SPLIT:
+        if tl.program_id(1) == tl.num_programs(1) - 1:
+            _describe_split(
+                split_table_ptr, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
+                q_offsets_ptr, kv_offsets_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, dout_row_stride, dout_head_stride, num_sequences, statistics, window_right, heads,
+                HEAD_DIM, BLOCK, LONGER, BLOCK_N, SHORT_BLOCK_N, HAS_RIGHT,
+            )  # fmt: skip
+    if FUSED:
+        if tl.program_id(1) == 0:
+            _describe_fused(
+                fused_table_ptr, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, scratch_ptr,
+                q_offsets_ptr, kv_offsets_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, dout_row_stride, dout_head_stride, num_sequences, statistics, scratch_rows, window_right,
+                heads, HEAD_DIM, BLOCK, SCRATCH_BLOCK, SCRATCH_COLUMNS, SHARED_QUERY, HAS_RIGHT,
+            )  # fmt: skip

@@ -11,7 +11,8 @@ from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
 from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
-from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, split_backward
+from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, query_key_blocks, split_backward
+from gemattn.kernels.tlx.hopper.workspace import describe_backward
 from gemattn.kernels.tlx.host import (
     ForwardBlocks,
     Gradients,
@@ -128,15 +129,19 @@ def backward(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
     gradients = Gradients(dq, dk, torch.empty_like(dk))
-    tensors = (gradients, dout, dlse, query, key, value, out.contiguous(), lse.contiguous(), lists, spec)
+    out = out.contiguous()
     # One list of tiles for both sides: the lengths are the same.
     self_attention = lists.q_tiles.data_ptr() == lists.kv_tiles.data_ptr()
+    fused = spec.shared_query or not (spec.deterministic or spec.masked)
+    split = not spec.shared_query
     with torch.cuda.device_of(query):
-        if spec.shared_query:
-            fused_backward(*tensors)
-        elif spec.deterministic or spec.masked:
-            split_backward(*tensors, self_attention=self_attention)
-        else:
-            fused_backward(*tensors, last_class=FUSED_CLASS)
-            split_backward(*tensors, self_attention=self_attention, first_class=FUSED_CLASS)
+        key_blocks = query_key_blocks(query.shape[2])
+        workspace = describe_backward(
+            gradients, dout, query, key, value, out, lists, spec, key_blocks, fused=fused, split=split
+        )
+        tensors = (gradients, dout, dlse, query, key, value, out, lse.contiguous(), lists, spec, workspace)
+        if fused:
+            fused_backward(*tensors, last_class=FUSED_CLASS if split else -1)
+        if split:
+            split_backward(*tensors, self_attention=self_attention, first_class=FUSED_CLASS if fused else -1)
     return gradients

@@ -1,7 +1,6 @@
-"""Host side of the fused backward: allocate, choose tiles, launch."""
+"""Host side of the fused backward: choose tiles, launch."""
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -11,22 +10,16 @@ from torch import Tensor
 from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_fused import fused_gradient_kernel
-from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel
-from gemattn.kernels.tlx.hopper.descriptors import describe_fused_kernel
-from gemattn.kernels.tlx.host import (
-    DESCRIPTOR_BYTES,
-    Gradients,
-    multiprocessors,
-    statistics_size,
-    strides_of,
-)
+from gemattn.kernels.tlx.hopper.backward_scratch import add_partials_kernel, finish_kernel, prepare_fused_kernel
+from gemattn.kernels.tlx.hopper.workspace import BLOCK, Workspace, shared_query_chunks
+from gemattn.kernels.tlx.host import Gradients, multiprocessors, strides_of
 from gemattn.kernels.tlx.statistics import prepare
 from gemattn.spec import UNLIMITED, AttentionSpec
 
-_BLOCK = 64
-"""Query rows of a block of the scratch."""
-_COLUMNS = 32
-"""`backward_scratch.SCRATCH_COLUMNS`."""
+_SPLITTERS = 64
+"""Programs that split the list of key tiles, at most: each counts what stands before its stretch of the list."""
+_STRETCH = 512
+"""Records of a stretch, while that many programs are enough."""
 
 
 class FusedTile(NamedTuple):
@@ -53,16 +46,9 @@ FUSED = {
 
 
 @functools.cache
-def _describe(head_dim: int, shared_query: bool, has_right: bool) -> Launcher:
+def _prepare_fused(head_dim: int, has_dlse: bool, last_class: int) -> Launcher:
     return Launcher(
-        describe_fused_kernel,
-        HEAD_DIM=head_dim,
-        BLOCK=_BLOCK,
-        SCRATCH_BLOCK=_BLOCK * head_dim // _COLUMNS,
-        SCRATCH_COLUMNS=_COLUMNS,
-        SHARED_QUERY=shared_query,
-        HAS_RIGHT=has_right,
-        num_warps=1,
+        prepare_fused_kernel, HEAD_DIM=head_dim, HAS_DLSE=has_dlse, END=last_class, num_warps=4, num_stages=1
     )
 
 
@@ -104,6 +90,7 @@ def fused_backward(
     lse: Tensor,
     lists: Schedule,
     spec: AttentionSpec,
+    workspace: Workspace,
     *,
     last_class: int = -1,
 ) -> None:
@@ -113,7 +100,6 @@ def fused_backward(
     """
     dq, dk, dv = gradients
     query_rows, heads, head_dim = query.shape
-    device = query.device
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
     records = lists.kv_tiles.shape[0]
@@ -121,70 +107,39 @@ def fused_backward(
     walk = (tile.walk_rows, tile.walk_keys)
     has_left, has_right = spec.window_left != UNLIMITED, spec.window_right != UNLIMITED
     window = spec.kernel_window
-    processors = multiprocessors(device)
-    statistics = statistics_size(rows, sequences, heads)
-    stat = torch.empty(statistics, dtype=torch.float32, device=device)
-    delta = torch.empty_like(stat)
-    query_blocks = -(-query_rows // _BLOCK)
-    chunks = max(1, processors // heads)
-    if spec.shared_query:
-        # A program adds to a block of its own; no other pass clears it.
-        blocks = chunks * heads * query_blocks
-        scratch = torch.zeros(blocks * _BLOCK * head_dim, dtype=torch.float32, device=device)
-        programs = chunks * heads
-        first = rest = lists.kv_tiles
-        launches = [(lists.kv_tiles, False)]
-    else:
-        scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=device)
-        programs = min(records * heads, processors)
-        first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
-        launches = [(first, True), (rest, False)]
-    table = torch.empty((6 * sequences + 3) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
+    processors = multiprocessors(query.device)
+    query_blocks = -(-query_rows // BLOCK)
     q_tiles = lists.q_tiles.shape[0] * heads
     passes = min(q_tiles, 16 * processors)
     strides = [strides_of(x) for x in (query, key, value, dout)]
-    _describe(head_dim, spec.shared_query, has_right)(
-        (sequences + (1 if spec.shared_query else 2),),
-        (
-            table,
-            query,
-            dout,
-            key,
-            value,
-            dk,
-            dv,
-            stat,
-            delta,
-            scratch,
-            lists.kv_tiles,
-            first,
-            rest,
-            lists.q_offsets,
-            lists.kv_offsets,
-        ),
-        (
-            *itertools.chain.from_iterable(strides),
-            sequences,
-            statistics,
-            max(1, scratch.numel() // _COLUMNS),
-            window[1],
-            records,
-            *walk,
-            -1 if last_class < 0 else LENGTH_CLASSES[last_class],
-            heads,
-        ),
-    )
     row_gradients = lse if dlse is None else dlse
-    prepare(head_dim, dlse is not None, has_right, last_class, num_stages=1)(
-        (passes,),
-        (lists.q_tiles, lists.q_longer, lists.q_offsets, out, dout, lse, row_gradients, stat, delta),
-        (q_tiles, heads, sequences, rows, *strides[3], window[1]),
-    )
+    row_tensors = (out, dout, lse, row_gradients, workspace.lse, workspace.delta)
+    row_numbers = (q_tiles, heads, sequences, rows, *strides[3])
+    if spec.shared_query:
+        chunks = shared_query_chunks(query.device, heads)
+        programs = chunks * heads
+        launches = [(lists.kv_tiles, False)]
+        prepare(head_dim, dlse is not None, has_right, last_class, num_stages=1)(
+            (passes,),
+            (lists.q_tiles, lists.q_longer, lists.q_offsets, *row_tensors),
+            (*row_numbers, window[1]),
+        )
+    else:
+        programs = min(records * heads, processors)
+        first, rest = torch.empty_like(lists.kv_tiles), torch.empty_like(lists.kv_tiles)
+        launches = [(first, True), (rest, False)]
+        splitters = min(-(-records // _STRETCH), _SPLITTERS)
+        keys_above = -1 if last_class < 0 else LENGTH_CLASSES[last_class]
+        _prepare_fused(head_dim, dlse is not None, last_class)(
+            (splitters + passes,),
+            (lists.q_tiles, lists.q_longer, lists.q_offsets, *row_tensors, lists.kv_tiles, first, rest),
+            (*row_numbers, splitters, records, *walk, keys_above),
+        )
     gradient = _gradient(head_dim, tile, spec.shared_query, has_left, has_right)
     for tiles, first_tiles in launches:
         gradient(
             (programs,),
-            (table, tiles, lists.q_offsets, lists.kv_offsets, dk, dv),
+            (workspace.fused_table, tiles, lists.q_offsets, lists.kv_offsets, dk, dv),
             (
                 records * heads,
                 heads,
@@ -201,8 +156,10 @@ def fused_backward(
     if not spec.shared_query:
         _finish(head_dim, has_right, last_class)(
             (passes,),
-            (lists.q_tiles, lists.q_longer, lists.q_offsets, scratch, dq),
+            (lists.q_tiles, lists.q_longer, lists.q_offsets, workspace.scratch, dq),
             (q_tiles, heads, sequences, window[1], spec.scale),
         )
     elif query_blocks:
-        _add_partials(head_dim)((query_blocks * heads * 4,), (scratch, dq), (heads, chunks, query_rows, spec.scale))
+        _add_partials(head_dim)(
+            (query_blocks * heads * 4,), (workspace.scratch, dq), (heads, chunks, query_rows, spec.scale)
+        )

@@ -1,11 +1,9 @@
 """Host side of the backward kernels without sums in memory: the split ones, and the one-tile one."""
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gemattn.kernels.launcher import Launcher
@@ -13,14 +11,8 @@ from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.backward_key import key_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_query import query_gradient_kernel
 from gemattn.kernels.tlx.hopper.backward_tile import one_tile_gradient_kernel
-from gemattn.kernels.tlx.hopper.descriptors import describe_split_kernel
-from gemattn.kernels.tlx.host import (
-    DESCRIPTOR_BYTES,
-    Gradients,
-    multiprocessors,
-    statistics_size,
-    strides_of,
-)
+from gemattn.kernels.tlx.hopper.workspace import KeyBlocks, Workspace
+from gemattn.kernels.tlx.host import Gradients, multiprocessors, strides_of
 from gemattn.spec import UNLIMITED, AttentionSpec
 
 
@@ -55,18 +47,9 @@ ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 _NO_LIMIT = 2**31 - 1
 
 
-@functools.cache
-def _describe(head_dim: int, block_n: int, short_block_n: int, has_right: bool) -> Launcher:
-    return Launcher(
-        describe_split_kernel,
-        HEAD_DIM=head_dim,
-        BLOCK_M=64,
-        LONGER=LENGTH_CLASSES[SHORT_CLASS],
-        BLOCK_N=block_n,
-        SHORT_BLOCK_N=short_block_n,
-        HAS_RIGHT=has_right,
-        num_warps=1,
-    )
+def query_key_blocks(head_dim: int) -> KeyBlocks:
+    """Keys of a block of the query kernel."""
+    return KeyBlocks(LENGTH_CLASSES[SHORT_CLASS], *[tile.block_n for tile in QUERY[head_dim]])
 
 
 class _Options(NamedTuple):
@@ -129,6 +112,7 @@ def split_backward(
     lse: Tensor,
     lists: Schedule,
     spec: AttentionSpec,
+    workspace: Workspace,
     *,
     self_attention: bool,
     first_class: int = -1,
@@ -141,14 +125,10 @@ def split_backward(
     """
     dq, dk, dv = gradients
     _, heads, head_dim = query.shape
-    device = query.device
     sequences = lists.kv_offsets.shape[0] - 1
     rows = out.shape[0]
     tiles = QUERY[head_dim]
-    statistics = statistics_size(rows, sequences, heads)
-    row_lse = torch.empty(statistics, dtype=torch.float32, device=device)
-    row_delta = torch.empty_like(row_lse)
-    table = torch.empty((10 * sequences + 2) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
+    table = workspace.split_table
     options = _Options(head_dim, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     window = spec.kernel_window
     strides = [strides_of(x) for x in (query, key, value, dout)]
@@ -157,17 +137,12 @@ def split_backward(
     last_class = ONE_TILE_CLASS if self_attention else -1
     q_tiles = lists.q_tiles.shape[0] * heads
     kv_tiles = lists.kv_tiles.shape[0] * heads
-    processors = multiprocessors(device)
-    _describe(head_dim, tiles[0].block_n, tiles[1].block_n, options.HAS_RIGHT)(
-        (sequences + 1,),
-        (table, query, key, value, out, dout, dq, dk, dv, row_lse, row_delta, lists.q_offsets, lists.kv_offsets),
-        (*itertools.chain.from_iterable(strides), sequences, statistics, window[1], heads),
-    )
+    processors = multiprocessors(query.device)
     q_grid = (min(q_tiles, processors),)
     q_lists = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, lse, row_gradients)
     for tile, begin, end in ((tiles[0], first_class, SHORT_CLASS), (tiles[1], SHORT_CLASS, last_class)):
         _query(options, tile, begin, end, dlse is not None)(
-            q_grid, (*q_lists, row_lse, row_delta, dq), (q_tiles, heads, sequences, rows, *rest)
+            q_grid, (*q_lists, workspace.lse, workspace.delta, dq), (q_tiles, heads, sequences, rows, *rest)
         )
     # The list of the keys is in the order of their queries' lengths: only in self-attention is a class a stretch of it.
     begin = first_class if self_attention else -1
