@@ -23,19 +23,6 @@ from gemattn.kernels.tlx.common import (
 
 
 @triton.jit
-def _load_pair(
-    desc, bufs, full, free, count, row, column, BYTES: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr
-):
-    """Both consumers' halves of a tile of rows into their buffers, once they are free."""
-    buf, phase = ring(count, STAGES)
-    for half in tl.static_range(2):
-        slot = 2 * buf + half
-        tlx.barrier_wait(free[slot], phase ^ 1)
-        tlx.barrier_expect_bytes(full[slot], BYTES)
-        tlx.async_descriptor_load(desc, bufs[slot], [row + half * HALF, column], full[slot])
-
-
-@triton.jit
 def _stream_keys(
     k_desc, v_desc, k_column, v_column, begin, end, kv_count, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr,
@@ -55,94 +42,141 @@ def _stream_keys(
 
 
 @triton.jit
+def _skip_blocks(kv_count, blocks, k_full, k_free, v_full, v_free, STAGES_KV: tl.constexpr):
+    """Blocks of which this consumer's rows see nothing.
+
+    Freed only once they are in: an arrival before would count for the block that was in the buffer before.
+    """
+    for _step in tl.range(0, blocks):
+        buf, phase = ring(kv_count, STAGES_KV)
+        tlx.barrier_wait(k_full[buf], phase)
+        tlx.barrier_wait(v_full[buf], phase)
+        tlx.barrier_arrive(v_free[buf], 1)
+        tlx.barrier_arrive(k_free[buf], 1)
+        kv_count += 1
+    return kv_count
+
+
+@triton.jit
+def _leave_delta(delta_ptrs, has_rows, sees_key, dlse, do_buf, o_buf, delta_buf, HAS_DLSE: tl.constexpr):
+    """delta of a consumer's rows, for its own products and the key kernel's."""
+    delta = tl.sum(tlx.local_load(do_buf).to(tl.float32) * tlx.local_load(o_buf).to(tl.float32), 1)
+    delta = tl.where(sees_key, delta, 0.0)
+    if HAS_DLSE:
+        delta -= dlse
+    tl.store(delta_ptrs, delta, mask=has_rows)
+    # Read back in the layout that the products want: a conversion in every step would cost barriers.
+    tlx.local_store(delta_buf, delta)
+
+
+@triton.jit
+def _gradient_block(
+    dq, kv_count, block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left, window_right,
+    score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs, k_full, k_free,
+    v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Adds a block's share to dq; a tile's FIRST block leaves delta on the way."""
+    buf, phase = ring(kv_count, STAGES_KV)
+    tlx.barrier_wait(k_full[buf], phase)
+    scores = tlx.async_dot(q_buf, tlx.local_trans(k_bufs[buf]))
+    tlx.barrier_wait(v_full[buf], phase)
+    dp = tlx.async_dot(do_buf, tlx.local_trans(v_bufs[buf]))
+    scores = tlx.async_dot_wait(1, scores) * score_scale
+    if MASKED:
+        scores = hide(
+            scores, rows, block * BLOCK_N, shift, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+    lse = tlx.local_load(lse_buf)
+    p = tl.math.exp2(tl.minimum(scores - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    if FIRST:
+        # O comes late, when dq of the tile before has left its buffer: products and exponentials hide the wait.
+        tlx.barrier_wait(o_full, o_phase)
+        _leave_delta(delta_ptrs, has_rows, sees_key, dlse, do_buf, o_buf, delta_buf, HAS_DLSE)
+    dp = tlx.async_dot_wait(0, dp)
+    tlx.barrier_arrive(v_free[buf], 1)
+    if block == last_block:
+        # No product reads q and dO of this tile any more: the next ones come while this block is finished.
+        tlx.barrier_arrive(q_free, 1)
+    delta = tlx.local_load(delta_buf)
+    ds = p * (dp - delta[:, None])
+    dq = tlx.async_dot(ds.to(DTYPE), k_bufs[buf], dq)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(k_free[buf], 1)
+    return dq
+
+
+@triton.jit
 def _gradient_blocks(
-    dq, kv_count, from_block, to_block, rows, lse_buf, delta_buf, shift, n_kv, window_left, window_right, score_scale,
-    q_buf, do_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    REGISTER_A: tl.constexpr = False,
+    dq, kv_count, from_block, to_block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
+    window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs,
+    v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Blocks from_block - 1 down to to_block. Keys past the end are zeros in shared memory: their share is 0."""
     for step in tl.range(0, from_block - to_block):
-        block = from_block - 1 - step
-        buf, phase = ring(kv_count, STAGES_KV)
-        tlx.barrier_wait(k_full[buf], phase)
-        scores = tlx.async_dot(tlx.local_load(q_buf) if REGISTER_A else q_buf, tlx.local_trans(k_bufs[buf]))
-        tlx.barrier_wait(v_full[buf], phase)
-        dp = tlx.async_dot(tlx.local_load(do_buf) if REGISTER_A else do_buf, tlx.local_trans(v_bufs[buf]))
-        scores = tlx.async_dot_wait(1, scores) * score_scale
-        if MASKED:
-            scores = hide(
-                scores, rows, block * BLOCK_N, shift, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-            )
-        lse = tlx.local_load(lse_buf)
-        p = tl.math.exp2(tl.minimum(scores - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
-        dp = tlx.async_dot_wait(0, dp)
-        tlx.barrier_arrive(v_free[buf], 1)
-        delta = tlx.local_load(delta_buf)
-        ds = p * (dp - delta[:, None])
-        dq = tlx.async_dot(ds.to(DTYPE), k_bufs[buf], dq)
-        dq = tlx.async_dot_wait(0, dq)
-        tlx.barrier_arrive(k_free[buf], 1)
+        dq = _gradient_block(
+            dq, kv_count, from_block - 1 - step, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
+            window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase,
+            k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT,
+            MASKED, False,
+        )  # fmt: skip
         kv_count += 1
     return dq, kv_count
 
 
 @triton.jit
 def _one_tile(
-    dq, kv_count, do_phase, o_phase, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptrs, dlse_ptrs, stat_ptr,
-    delta_ptr, stat_offset, window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, do_full,
-    do_free, o_full, o_free, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    kv_count, begin, free_begin, free_end, end, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
+    window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
+    k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HALF:
     tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile; leaves lse (base 2) and delta of its rows, +inf for a row that takes no part."""
-    sees_key = (rows >= first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)) & (rows < n_q)
-    lse = tl.load(lse_ptrs, mask=sees_key, other=float("inf")) * LOG2E
-    tlx.barrier_wait(do_full, do_phase)
-    tlx.barrier_wait(o_full, o_phase)
-    delta = tl.sum(tlx.local_load(do_buf).to(tl.float32) * tlx.local_load(o_buf).to(tl.float32), 1)
-    delta = tl.where(sees_key, delta, 0.0)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptrs, mask=sees_key, other=0.0)
-    lane = tl.arange(0, HALF)
-    # A block without rows has no place of its own: it would write over the next sequence's.
-    has_rows = rows - lane < n_q
-    tl.store(stat_ptr + stat_offset + lane, lse, mask=has_rows)
-    tl.store(delta_ptr + stat_offset + lane, delta, mask=has_rows)
-    # Read back in the layout that the products want: a conversion in every step would cost barriers.
-    tlx.local_store(lse_buf, lse)
-    tlx.local_store(delta_buf, delta)
-    tlx.barrier_arrive(o_free, 1)
-    shift = n_kv - n_q
+    """dq of the blocks [begin, end) that a consumer's rows see, one at least; leaves delta."""
+    dq = tl.zeros([HALF, HEAD_DIM], tl.float32)
+    dq = _gradient_block(
+        dq, kv_count, end - 1, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
+        window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
+        k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HAS_LEFT or HAS_RIGHT,
+        True,
+    )  # fmt: skip
+    kv_count += 1
+    free_top = tl.minimum(free_end, end - 1)
     if HAS_RIGHT:
         dq, kv_count = _gradient_blocks(
-            dq, kv_count, end, free_end, rows, lse_buf, delta_buf, shift, n_kv, window_left, window_right, score_scale,
-            q_buf, do_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT,
-            HAS_RIGHT, True,
+            dq, kv_count, end - 1, free_top, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
+            window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase,
+            k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT,
+            True,
         )  # fmt: skip
-        free_top = free_end
-    else:
-        free_top = end
     dq, kv_count = _gradient_blocks(
-        dq, kv_count, free_top, free_begin, rows, lse_buf, delta_buf, shift, n_kv, window_left, window_right,
-        score_scale, q_buf, do_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_LEFT,
-        HAS_RIGHT, False,
+        dq, kv_count, free_top, free_begin, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
+        window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
+        k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, False,
     )  # fmt: skip
     if HAS_LEFT:
         dq, kv_count = _gradient_blocks(
-            dq, kv_count, tl.minimum(free_begin, free_top), begin, rows, lse_buf, delta_buf, shift, n_kv, window_left,
-            window_right, score_scale, q_buf, do_buf, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
-            STAGES_KV, HAS_LEFT, HAS_RIGHT, True,
+            dq, kv_count, tl.minimum(free_begin, free_top), begin, begin, rows, sees_key, dlse, delta_ptrs, has_rows,
+            shift, n_kv, window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free,
+            o_full, o_phase, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE,
+            HAS_LEFT, HAS_RIGHT, True,
         )  # fmt: skip
-    tlx.barrier_arrive(do_free, 1)
-    return dq, kv_count, sees_key
+    return dq, kv_count
+
+
+@triton.jit
+def _store_rows(desc, buf, rows, row, column):
+    tlx.local_store(buf, rows)
+    tlx.fence("async_shared")
+    tlx.async_descriptor_store(desc, buf, [row, column])
 
 
 @triton.jit
 def _produce(
     table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride, k_head_stride,
     v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs, q_full, q_free,
-    do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    do_full, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
     tl.constexpr,
 ):  # fmt: skip
@@ -170,17 +204,29 @@ def _produce(
                 v_desc = read_descriptor(table, 2 * num_sequences + segment, [BLOCK_N, HEAD_DIM], DTYPE)
                 o_desc = read_descriptor(table, 3 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
                 do_desc = read_descriptor(table, 4 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
+                # In the order in which buffers of the tile before are freed, and wanted in this one.
                 # Query-side descriptors begin at the first row that sees a key: rows before it arrive as zeros.
                 row = first_row - first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
-                _load_pair(
-                    do_desc, do_bufs, do_full, do_free, q_count, row, head * do_head_stride, BYTES, HALF, STAGES_Q
-                )
-                _load_pair(q_desc, q_bufs, q_full, q_free, q_count, row, head * q_head_stride, BYTES, HALF, STAGES_Q)
                 kv_count = _stream_keys(
                     k_desc, v_desc, head * k_head_stride, head * v_head_stride, end - 1, end, kv_count, k_bufs, v_bufs,
                     k_full, k_free, v_full, v_free, BLOCK_N, HEAD_DIM, STAGES_KV,
                 )  # fmt: skip
-                _load_pair(o_desc, o_bufs, o_full, o_free, q_count, row, head * HEAD_DIM, BYTES, HALF, 1)
+                stage, phase = ring(q_count, STAGES_Q)
+                for half in tl.static_range(2):
+                    slot = 2 * stage + half
+                    tlx.barrier_wait(q_free[slot], phase ^ 1)
+                    tlx.barrier_expect_bytes(q_full[slot], BYTES)
+                    tlx.async_descriptor_load(
+                        q_desc, q_bufs[slot], [row + half * HALF, head * q_head_stride], q_full[slot]
+                    )
+                    tlx.barrier_expect_bytes(do_full[slot], BYTES)
+                    tlx.async_descriptor_load(
+                        do_desc, do_bufs[slot], [row + half * HALF, head * do_head_stride], do_full[slot]
+                    )
+                for half in tl.static_range(2):
+                    tlx.barrier_wait(o_free[half], (q_count & 1) ^ 1)
+                    tlx.barrier_expect_bytes(o_full[half], BYTES)
+                    tlx.async_descriptor_load(o_desc, o_bufs[half], [row + half * HALF, head * HEAD_DIM], o_full[half])
                 kv_count = _stream_keys(
                     k_desc, v_desc, head * k_head_stride, head * v_head_stride, begin, end - 1, kv_count, k_bufs,
                     v_bufs, k_full, k_free, v_full, v_free, BLOCK_N, HEAD_DIM, STAGES_KV,
@@ -196,8 +242,8 @@ def _produce(
 @triton.jit
 def _consume(
     table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile, heads,
-    num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, dq_bufs, do_bufs, o_bufs, lse_bufs,
-    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full, v_free, half:
+    num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, lse_bufs,
+    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full, v_free, half:
     tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV:
     tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -213,51 +259,64 @@ def _consume(
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, next_q_start = read_tile(
             tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        rows = first_row + half * HALF + tl.arange(0, HALF)
+        lane = tl.arange(0, HALF)
+        my_first = first_row + half * HALF
+        rows = my_first + lane
         last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
-        begin, free_begin, free_end, end = key_blocks(
+        begin, _free_begin, _free_end, end = key_blocks(
             first_row, last_row, n_q, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
         stat_offset = stat_block(q_start, segment, first_row // HALF + half, head.to(tl.int64), heads, HALF)
-        dq = tl.zeros([HALF, HEAD_DIM], tl.float32)
+        delta_ptrs = delta_ptr + stat_offset + lane
+        # A block without rows has no place of its own: it would write over the next sequence's.
+        has_rows = rows - lane < n_q
         if end > begin:
+            sees_key = (rows >= first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)) & (rows < n_q)
             row_stat = head.to(tl.int64) * out_rows + q_start + rows
+            lse = tl.load(lse_ptr + row_stat, mask=sees_key, other=float("inf")) * LOG2E
+            dlse = sees_key
+            if HAS_DLSE:
+                dlse = tl.load(dlse_ptr + row_stat, mask=sees_key, other=0.0)
+            # dq of the tile before has left through the buffer of its O.
+            tlx.async_descriptor_store_wait(0)
+            tlx.barrier_arrive(o_free[half], 1, pred=q_count > 0)
+            tl.store(stat_ptr + stat_offset + lane, lse, mask=has_rows)
+            tlx.local_store(lse_bufs[half], lse)
+            my_begin, my_free_begin, my_free_end, my_end = key_blocks(
+                my_first, tl.minimum(my_first + HALF, n_q) - 1, n_q, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT,
+                HAS_RIGHT,
+            )  # fmt: skip
+            takes_part = (my_first < n_q) & (my_end > my_begin)
+            kv_count = _skip_blocks(
+                kv_count, end - tl.where(takes_part, my_end, begin), k_full, k_free, v_full, v_free, STAGES_KV
+            )
             buf, phase = ring(q_count, STAGES_Q)
             slot = 2 * buf + half
-            # The query buffer is read by products only; it is full before the first score is asked for.
             tlx.barrier_wait(q_full[slot], phase)
-            if STAGES_Q > 1:
-                # dq of the tile before has left through that tile's query buffer.
-                tlx.async_descriptor_store_wait(0)
-                before = 2 * ((q_count + STAGES_Q - 1) % STAGES_Q) + half
-                tlx.barrier_arrive(q_free[before], 1, pred=q_count > 0)
-            dq, kv_count, sees_key = _one_tile(
-                dq, kv_count, phase, q_count & 1, begin, free_begin, free_end, end, rows, n_q, n_kv, lse_ptr + row_stat,
-                dlse_ptr + row_stat, stat_ptr, delta_ptr, stat_offset, window_left, window_right, score_scale,
-                q_bufs[slot], do_bufs[slot], o_bufs[half], lse_bufs[half], delta_bufs[half], do_full[slot],
-                do_free[slot], o_full[half], o_free[half], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE,
-                BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
-            )  # fmt: skip
-            q_count += 1
-            dq = tl.where(sees_key[:, None], dq * scale, 0.0)
-            # Through the buffer of this consumer's own query rows, which no one else reads.
-            tlx.local_store(dq_bufs[slot], dq.to(DTYPE))
-            tlx.fence("async_shared")
+            tlx.barrier_wait(do_full[slot], phase)
             dq_desc = read_descriptor(table, 5 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(dq_desc, dq_bufs[slot], [first_row + half * HALF, head * HEAD_DIM])
-            if STAGES_Q == 1:
-                tlx.async_descriptor_store_wait(0)
+            if takes_part:
+                dq, kv_count = _one_tile(
+                    kv_count, my_begin, my_free_begin, my_free_end, my_end, rows, sees_key, dlse, delta_ptrs, has_rows,
+                    n_kv - n_q, n_kv, window_left, window_right, score_scale, q_bufs[slot], do_bufs[slot], o_bufs[half],
+                    lse_bufs[half], delta_bufs[half], q_free[slot], o_full[half], q_count & 1, k_bufs, v_bufs, k_full,
+                    k_free, v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
+                )  # fmt: skip
+                if HAS_LEFT:
+                    kv_count = _skip_blocks(kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV)
+                dq = tl.where(sees_key[:, None], dq * scale, 0.0)
+                _store_rows(dq_desc, o_bufs[half], dq.to(DTYPE), my_first, head * HEAD_DIM)
+            else:
                 tlx.barrier_arrive(q_free[slot], 1)
+                tlx.barrier_wait(o_full[half], q_count & 1)
+                tl.store(delta_ptrs, tl.zeros([HALF], tl.float32), mask=has_rows)
+                _store_rows(dq_desc, o_bufs[half], tl.zeros([HALF, HEAD_DIM], DTYPE), my_first, head * HEAD_DIM)
+            q_count += 1
         else:
             if segment < num_sequences:
-                has_rows = rows - tl.arange(0, HALF) < n_q
-                tl.store(
-                    stat_ptr + stat_offset + tl.arange(0, HALF),
-                    tl.full([HALF], float("inf"), tl.float32),
-                    mask=has_rows,
-                )
-                tl.store(delta_ptr + stat_offset + tl.arange(0, HALF), tl.zeros([HALF], tl.float32), mask=has_rows)
-            clear_rows(dq_ptr, q_start + first_row + half * HALF, q_start + n_q, heads, head, HEAD_DIM)
+                tl.store(stat_ptr + stat_offset + lane, tl.full([HALF], float("inf"), tl.float32), mask=has_rows)
+                tl.store(delta_ptrs, tl.zeros([HALF], tl.float32), mask=has_rows)
+            clear_rows(dq_ptr, q_start + my_first, q_start + n_q, heads, head, HEAD_DIM)
         segment = next_segment
         head = next_head
         first_row = next_first_row
@@ -282,8 +341,6 @@ def query_gradient_kernel(
     HALF: tl.constexpr = RECORD_ROWS // 2
     DTYPE: tl.constexpr = dq_ptr.dtype.element_ty
     q_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q)
-    # A name of its own: a buffer of operands that is ever stored to gets a fence before every product that reads it.
-    dq_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q, reuse=q_bufs)
     do_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2 * STAGES_Q)
     o_bufs = tlx.local_alloc((HALF, HEAD_DIM), DTYPE, 2)
     lse_bufs = tlx.local_alloc((HALF,), tl.float32, 2)
@@ -293,7 +350,6 @@ def query_gradient_kernel(
     q_full = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     q_free = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     do_full = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
-    do_free = tlx.alloc_barriers(num_barriers=2 * STAGES_Q, arrive_count=1)
     o_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
     o_free = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
     k_full = tlx.alloc_barriers(num_barriers=STAGES_KV, arrive_count=1)
@@ -306,14 +362,14 @@ def query_gradient_kernel(
             _produce(
                 table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences,
                 q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs,
-                o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full, k_free, v_full,
+                o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full,
                 v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
                 table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile,
-                heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, dq_bufs, do_bufs,
-                o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, do_free, o_full, o_free, k_full,
+                heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs,
+                o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full,
                 k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV,
                 HAS_DLSE, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
