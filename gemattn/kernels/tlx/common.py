@@ -178,3 +178,11 @@ def stat_block(q_start, segment, block, head, heads, BLOCK_M: tl.constexpr):
     """Place of a query block's row statistics in a scratch of (blocks, H, 64): q_start // 64 + segment bounds them."""
     place = q_start // BLOCK_M + segment + block
     return (place * heads + head) * BLOCK_M
+
+
+@triton.jit
+def from_column(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS): column >= first of the row. In the layout of a product on sm_90 a thread's columns differ by
+    multiples of 8, which as constants of the code take no registers; the compiler would keep a sum for each."""
+    eights = 8 * tl.arange(0, COLUMNS // 8)[None, :, None]
+    return tl.reshape(eights >= first[:, None, None] - tl.arange(0, 8)[None, None, :], (ROWS, COLUMNS))

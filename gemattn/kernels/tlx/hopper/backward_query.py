@@ -13,7 +13,7 @@ from gemattn.kernels.tlx.common import (
     RECORD_ROWS,
     clear_rows,
     first_seeing_row,
-    hide,
+    from_column,
     key_blocks,
     read_tile,
     ring,
@@ -71,33 +71,40 @@ def _leave_delta(delta_ptrs, has_rows, sees_key, dlse, do_buf, o_buf, delta_buf,
 
 @triton.jit
 def _gradient_block(
-    dq, kv_count, block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left, window_right,
-    score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs, k_full, k_free,
-    v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
+    dq, kv_count, block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left, window_right,
+    score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs, k_full,
+    k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Adds a block's share to dq; a tile's FIRST block leaves delta on the way."""
+    HALF: tl.constexpr = RECORD_ROWS // 2
+    # Always 0, but not to the compiler: it would keep every buffer's address in registers that the products need.
+    zero = kv_count >> 30
+    if MASKED or FIRST:
+        slot += zero
     buf, phase = ring(kv_count, STAGES_KV)
     tlx.barrier_wait(k_full[buf], phase)
-    scores = tlx.async_dot(q_buf, tlx.local_trans(k_bufs[buf]))
+    scores = tlx.async_dot(q_bufs[slot], tlx.local_trans(k_bufs[buf]))
     tlx.barrier_wait(v_full[buf], phase)
-    dp = tlx.async_dot(do_buf, tlx.local_trans(v_bufs[buf]))
+    dp = tlx.async_dot(do_bufs[slot], tlx.local_trans(v_bufs[buf]))
     scores = tlx.async_dot_wait(1, scores) * score_scale
     if MASKED:
-        scores = hide(
-            scores, rows, block * BLOCK_N, shift, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
-        )
+        own_key = rows + (shift + zero) - block * BLOCK_N
+        if HAS_RIGHT:
+            scores = tl.where(from_column(own_key + (window_right + 1), HALF, BLOCK_N), float("-inf"), scores)
+        if HAS_LEFT:
+            scores = tl.where(from_column(own_key - window_left, HALF, BLOCK_N), scores, float("-inf"))
     lse = tlx.local_load(lse_buf)
     p = tl.math.exp2(tl.minimum(scores - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
     if FIRST:
         # O comes late, when dq of the tile before has left its buffer: products and exponentials hide the wait.
         tlx.barrier_wait(o_full, o_phase)
-        _leave_delta(delta_ptrs, has_rows, sees_key, dlse, do_buf, o_buf, delta_buf, HAS_DLSE)
+        _leave_delta(delta_ptrs, has_rows, sees_key, dlse, do_bufs[slot], o_buf, delta_buf, HAS_DLSE)
     dp = tlx.async_dot_wait(0, dp)
     tlx.barrier_arrive(v_free[buf], 1)
     if block == last_block:
         # No product reads q and dO of this tile any more: the next ones come while this block is finished.
-        tlx.barrier_arrive(q_free, 1)
+        tlx.barrier_arrive(q_free[slot], 1)
     delta = tlx.local_load(delta_buf)
     ds = p * (dp - delta[:, None])
     dq = tlx.async_dot(ds.to(DTYPE), k_bufs[buf], dq)
@@ -108,18 +115,18 @@ def _gradient_block(
 
 @triton.jit
 def _gradient_blocks(
-    dq, kv_count, from_block, to_block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
-    window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs,
+    dq, kv_count, from_block, to_block, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left,
+    window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs,
     v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Blocks from_block - 1 down to to_block. Keys past the end are zeros in shared memory: their share is 0."""
     for step in tl.range(0, from_block - to_block):
         dq = _gradient_block(
-            dq, kv_count, from_block - 1 - step, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
-            window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase,
-            k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT,
-            MASKED, False,
+            dq, kv_count, from_block - 1 - step, last_block, rows, sees_key, dlse, delta_ptrs, has_rows, shift,
+            window_left, window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full,
+            o_phase, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT,
+            HAS_RIGHT, MASKED, False,
         )  # fmt: skip
         kv_count += 1
     return dq, kv_count
@@ -127,38 +134,37 @@ def _gradient_blocks(
 
 @triton.jit
 def _one_tile(
-    kv_count, begin, free_begin, free_end, end, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
-    window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
-    k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HALF:
-    tl.constexpr,
+    kv_count, begin, free_begin, free_end, end, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left,
+    window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs,
+    v_bufs, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """dq of the blocks [begin, end) that a consumer's rows see, one at least; leaves delta."""
     dq = tl.zeros([HALF, HEAD_DIM], tl.float32)
     dq = _gradient_block(
-        dq, kv_count, end - 1, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
-        window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
-        k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HAS_LEFT or HAS_RIGHT,
-        True,
+        dq, kv_count, end - 1, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left, window_right,
+        score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs, k_full,
+        k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HAS_LEFT or HAS_RIGHT, True,
     )  # fmt: skip
     kv_count += 1
     free_top = tl.minimum(free_end, end - 1)
     if HAS_RIGHT:
         dq, kv_count = _gradient_blocks(
-            dq, kv_count, end - 1, free_top, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv,
-            window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase,
+            dq, kv_count, end - 1, free_top, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left,
+            window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase,
             k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT,
             True,
         )  # fmt: skip
     dq, kv_count = _gradient_blocks(
-        dq, kv_count, free_top, free_begin, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, n_kv, window_left,
-        window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs, v_bufs,
-        k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, False,
+        dq, kv_count, free_top, free_begin, begin, rows, sees_key, dlse, delta_ptrs, has_rows, shift, window_left,
+        window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free, o_full, o_phase, k_bufs,
+        v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, False,
     )  # fmt: skip
     if HAS_LEFT:
         dq, kv_count = _gradient_blocks(
             dq, kv_count, tl.minimum(free_begin, free_top), begin, begin, rows, sees_key, dlse, delta_ptrs, has_rows,
-            shift, n_kv, window_left, window_right, score_scale, q_buf, do_buf, o_buf, lse_buf, delta_buf, q_free,
+            shift, window_left, window_right, score_scale, slot, q_bufs, do_bufs, o_buf, lse_buf, delta_buf, q_free,
             o_full, o_phase, k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N, STAGES_KV, HAS_DLSE,
             HAS_LEFT, HAS_RIGHT, True,
         )  # fmt: skip
@@ -177,8 +183,8 @@ def _produce(
     table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride, k_head_stride,
     v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs, q_full, q_free,
     do_full, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
-    tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
@@ -243,9 +249,9 @@ def _produce(
 def _consume(
     table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile, heads,
     num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs, lse_bufs,
-    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full, v_free, half:
-    tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr, STAGES_KV:
-    tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full, v_free,
+    half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_Q: tl.constexpr,
+    STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     q_count = 0
@@ -298,9 +304,9 @@ def _consume(
             if takes_part:
                 dq, kv_count = _one_tile(
                     kv_count, my_begin, my_free_begin, my_free_end, my_end, rows, sees_key, dlse, delta_ptrs, has_rows,
-                    n_kv - n_q, n_kv, window_left, window_right, score_scale, q_bufs[slot], do_bufs[slot], o_bufs[half],
-                    lse_bufs[half], delta_bufs[half], q_free[slot], o_full[half], q_count & 1, k_bufs, v_bufs, k_full,
-                    k_free, v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
+                    n_kv - n_q, window_left, window_right, score_scale, slot, q_bufs, do_bufs, o_bufs[half],
+                    lse_bufs[half], delta_bufs[half], q_free, o_full[half], q_count & 1, k_bufs, v_bufs, k_full, k_free,
+                    v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
                 )  # fmt: skip
                 if HAS_LEFT:
                     kv_count = _skip_blocks(kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV)
@@ -360,16 +366,16 @@ def query_gradient_kernel(
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _produce(
-                table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences,
-                q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs,
-                o_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full,
-                v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT, HAS_RIGHT,
+                table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride,
+                k_head_stride, v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs,
+                k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full, v_free, DTYPE,
+                HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             _consume(
                 table, tiles_ptr, offsets_ptr, lse_ptr, dlse_ptr, stat_ptr, delta_ptr, dq_ptr, first_tile, last_tile,
-                heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs,
-                o_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full,
-                k_free, v_full, v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV,
-                HAS_DLSE, HAS_LEFT, HAS_RIGHT,
+                heads, num_sequences, out_rows, window_left, window_right, scale, score_scale, q_bufs, do_bufs, o_bufs,
+                lse_bufs, delta_bufs, k_bufs, v_bufs, q_full, q_free, do_full, o_full, o_free, k_full, k_free, v_full,
+                v_free, tlx.async_task_replica_id(), DTYPE, HEAD_DIM, BLOCK_N, STAGES_Q, STAGES_KV, HAS_DLSE, HAS_LEFT,
+                HAS_RIGHT,
             )  # fmt: skip
