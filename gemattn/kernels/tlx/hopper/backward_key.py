@@ -14,6 +14,7 @@ from gemattn.kernels.tlx.common import (
     RECORD_ROWS,
     clear_rows,
     first_seeing_row,
+    from_column,
     query_blocks,
     read_tile,
     ring,
@@ -88,6 +89,22 @@ def _produce(
 
 
 @triton.jit
+def _skip_blocks(q_count, blocks, q_full, q_free, do_full, do_free, STAGES_Q: tl.constexpr):
+    """Blocks whose rows see none of this consumer's keys.
+
+    Freed only once they are in: an arrival before would count for the block that was in the buffer before.
+    """
+    for _step in tl.range(0, blocks):
+        buf, phase = ring(q_count, STAGES_Q)
+        tlx.barrier_wait(q_full[buf], phase)
+        tlx.barrier_wait(do_full[buf], phase)
+        tlx.barrier_arrive(do_free[buf], 1)
+        tlx.barrier_arrive(q_free[buf], 1)
+        q_count += 1
+    return q_count
+
+
+@triton.jit
 def _gradient_blocks(
     dk, dv, q_count, from_block, to_block, keys, shift, window_left, window_right, score_scale, k_buf, v_buf, q_bufs,
     do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free, DTYPE: tl.constexpr, STAGES_Q: tl.constexpr,
@@ -104,13 +121,11 @@ def _gradient_blocks(
         lse = tlx.local_load(lse_bufs[buf])
         scores = tlx.async_dot_wait(1, scores) * score_scale
         if MASKED:
-            rows = block * HALF + tl.arange(0, HALF)
-            sees = (keys < 2147483647)[:, None]
+            own_row = keys - shift - block * HALF
             if HAS_RIGHT:
-                sees = sees & (keys[:, None] <= rows[None, :] + (shift + window_right))
+                scores = tl.where(from_column(own_row - window_right, HALF, HALF), scores, float("-inf"))
             if HAS_LEFT:
-                sees = sees & (keys[:, None] >= rows[None, :] + (shift - window_left))
-            scores = tl.where(sees, scores, float("-inf"))
+                scores = tl.where(from_column(own_row + (window_left + 1), HALF, HALF), float("-inf"), scores)
         p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
         dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
         delta = tlx.local_load(delta_bufs[buf])
@@ -145,9 +160,10 @@ def _consume(
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, next_kv_start = read_tile(
             tiles_ptr, kv_offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        keys = first_key + half * HALF + tl.arange(0, HALF)
+        my_first = first_key + half * HALF
+        keys = my_first + tl.arange(0, HALF)
         last_key = tl.minimum(first_key + RECORD_ROWS, n_kv) - 1
-        begin, free_begin, free_end, end = query_blocks(
+        begin, _free_begin, _free_end, end = query_blocks(
             first_key, last_key, n_q, n_kv, window_left, window_right, HALF, HAS_LEFT, HAS_RIGHT
         )
         mine = (segment >= num_sequences) | (n_kv <= KEYS_UP_TO)
@@ -155,6 +171,15 @@ def _consume(
             dk = tl.zeros([HALF, HEAD_DIM], tl.float32)
             dv = tl.zeros([HALF, HEAD_DIM], tl.float32)
             shift = n_kv - n_q
+            my_begin, my_free_begin, my_free_end, my_end = query_blocks(
+                my_first, tl.minimum(my_first + HALF, n_kv) - 1, n_q, n_kv, window_left, window_right, HALF, HAS_LEFT,
+                HAS_RIGHT,
+            )  # fmt: skip
+            if my_first >= n_kv:
+                my_begin = end
+                my_free_begin = end
+                my_free_end = end
+                my_end = end
             stage, kv_phase = ring(tile_count, STAGES_KV)
             slot = 2 * stage + half
             tlx.barrier_wait(k_full[slot], kv_phase)
@@ -164,33 +189,36 @@ def _consume(
             before = 2 * ((tile_count + STAGES_KV - 1) % STAGES_KV) + half
             tlx.barrier_arrive(kv_free[before], 1, pred=tile_count > 0)
             tile_count += 1
+            q_count = _skip_blocks(q_count, my_begin - begin, q_full, q_free, do_full, do_free, STAGES_Q)
             if HAS_RIGHT:
                 dk, dv, q_count = _gradient_blocks(
-                    dk, dv, q_count, begin, free_begin, keys, shift, window_left, window_right, score_scale,
+                    dk, dv, q_count, my_begin, my_free_begin, keys, shift, window_left, window_right, score_scale,
                     k_bufs[slot], v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
                     DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             dk, dv, q_count = _gradient_blocks(
-                dk, dv, q_count, free_begin, free_end, keys, shift, window_left, window_right, score_scale,
+                dk, dv, q_count, my_free_begin, my_free_end, keys, shift, window_left, window_right, score_scale,
                 k_bufs[slot], v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
                 DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, False,
             )  # fmt: skip
             if HAS_LEFT:
                 dk, dv, q_count = _gradient_blocks(
-                    dk, dv, q_count, free_end, end, keys, shift, window_left, window_right, score_scale, k_bufs[slot],
-                    v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free, DTYPE,
-                    STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
+                    dk, dv, q_count, my_free_end, my_end, keys, shift, window_left, window_right, score_scale,
+                    k_bufs[slot], v_bufs[slot], q_bufs, do_bufs, lse_bufs, delta_bufs, q_full, q_free, do_full, do_free,
+                    DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
+            if HAS_LEFT:
+                q_count = _skip_blocks(q_count, end - my_end, q_full, q_free, do_full, do_free, STAGES_Q)
             # Through the buffers of this consumer's own keys and values, which no one else reads.
             tlx.local_store(dv_bufs[slot], dv.to(DTYPE))
             tlx.local_store(dk_bufs[slot], (dk * scale).to(DTYPE))
             tlx.fence("async_shared")
             dk_desc = read_descriptor(table, 6 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             dv_desc = read_descriptor(table, 7 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(dv_desc, dv_bufs[slot], [first_key + half * HALF, head * HEAD_DIM])
-            tlx.async_descriptor_store(dk_desc, dk_bufs[slot], [first_key + half * HALF, head * HEAD_DIM])
+            tlx.async_descriptor_store(dv_desc, dv_bufs[slot], [my_first, head * HEAD_DIM])
+            tlx.async_descriptor_store(dk_desc, dk_bufs[slot], [my_first, head * HEAD_DIM])
         elif mine:
-            first = kv_start + first_key + half * HALF
+            first = kv_start + my_first
             clear_rows(dk_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
             clear_rows(dv_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)
         segment = next_segment
@@ -206,8 +234,8 @@ def _consume(
 def key_gradient_kernel(
     table, tiles_ptr, longer_ptr, q_offsets_ptr, kv_offsets_ptr, dk_ptr, dv_ptr, num_tiles, heads, num_sequences,
     q_head_stride, k_head_stride, v_head_stride, do_head_stride, window_left, window_right, scale, score_scale,
-    HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
-    tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, KEYS_UP_TO: tl.constexpr, REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES_KV: tl.constexpr, STAGES_Q: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, KEYS_UP_TO: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv (key rows, H, D) of the tiles of length classes BEGIN to END, see `tile_range`.
 
