@@ -11,7 +11,7 @@ from gemattn.kernels.launcher import Launcher
 from gemattn.kernels.schedule import LENGTH_CLASSES, Schedule
 from gemattn.kernels.tlx.hopper.forward import forward_kernel
 from gemattn.kernels.tlx.hopper.launch_fused import fused_backward
-from gemattn.kernels.tlx.hopper.launch_split import SHORT_CLASS, query_key_blocks, split_backward
+from gemattn.kernels.tlx.hopper.launch_split import query_key_blocks, split_backward
 from gemattn.kernels.tlx.hopper.workspace import describe_backward
 from gemattn.kernels.tlx.host import (
     ForwardBlocks,
@@ -42,8 +42,16 @@ FORWARD = {
     64: (ForwardTile(128, 2, 3), ForwardTile(64, 2, 6)),
     128: (ForwardTile(128, 2, 2, warp_barriers=False, turns=True), ForwardTile(64, 2, 4)),
 }
-"""By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
-
+"""By head size: for sequences of more keys than FORWARD_LONGER, and for the others."""
+FORWARD_LONGER = {
+    (32, False): 256,
+    (32, True): 256,
+    (64, False): 256,
+    (64, True): 256,
+    (128, False): 256,
+    (128, True): 256,
+}
+"""By head size and whether the call masks the right side. One of LENGTH_CLASSES."""
 
 FUSED_CLASS = LENGTH_CLASSES.index(512)
 """Sequences of more keys than this take the fused backward, unless the call has a mask or asks for determinism."""
@@ -90,7 +98,9 @@ def forward(
     grid = (min(num_tiles, multiprocessors(query.device)),)
     options = (spec.scale > 0, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     with torch.cuda.device_of(query):
-        blocks = ForwardBlocks(64, LENGTH_CLASSES[SHORT_CLASS], tiles[0].block_n, tiles[1].block_n)
+        longer = FORWARD_LONGER[head_dim, spec.window_right != UNLIMITED]
+        short_class = LENGTH_CLASSES.index(longer)
+        blocks = ForwardBlocks(64, longer, tiles[0].block_n, tiles[1].block_n)
         out, lse, table = forward_outputs(query, key, value, lists, spec, blocks)
         pointers = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, out, lse)
         numbers = (
@@ -105,8 +115,8 @@ def forward(
             *spec.kernel_window,
             spec.scale * math.log2(math.e),
         )
-        _forward(head_dim, tiles[0], -1, SHORT_CLASS, *options)(grid, pointers, numbers)
-        _forward(head_dim, tiles[1], SHORT_CLASS, -1, *options)(grid, pointers, numbers)
+        _forward(head_dim, tiles[0], -1, short_class, *options)(grid, pointers, numbers)
+        _forward(head_dim, tiles[1], short_class, -1, *options)(grid, pointers, numbers)
     return out, lse
 
 
@@ -135,7 +145,7 @@ def backward(
     fused = spec.shared_query or not (spec.deterministic or spec.masked)
     split = not spec.shared_query
     with torch.cuda.device_of(query):
-        key_blocks = query_key_blocks(query.shape[2])
+        key_blocks = query_key_blocks(query.shape[2], spec.window_right != UNLIMITED)
         workspace = describe_backward(
             gradients, dout, query, key, value, out, lists, spec, key_blocks, fused=fused, split=split
         )

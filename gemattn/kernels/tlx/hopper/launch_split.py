@@ -36,20 +36,27 @@ QUERY = {
     64: (QueryTile(128, 2, 3), QueryTile(64, 2, 4)),
     128: (QueryTile(128, 1, 2), QueryTile(64, 2, 2)),
 }
-"""By head size: for sequences of more keys than LENGTH_CLASSES[SHORT_CLASS], and for the others."""
+"""By head size: for sequences of more keys than QUERY_LONGER, and for the others."""
+QUERY_LONGER = {
+    (32, False): 256,
+    (32, True): 256,
+    (64, False): 256,
+    (64, True): 256,
+    (128, False): 256,
+    (128, True): 256,
+}
+"""By head size and whether the call masks the right side. One of LENGTH_CLASSES."""
 KEY = {32: KeyTile(2, 4), 64: KeyTile(2, 4), 128: KeyTile(2, 3)}
 REGISTERS = 240
 ONE_TILE_STAGES = {32: 2, 64: 2, 128: 1}
-SHORT_CLASS = LENGTH_CLASSES.index(256)
-"""Sequences of more keys than this come in blocks of 128 keys, the others in blocks of 64."""
 ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 """In self-attention, sequences of this class on take the kernel that keeps a whole sequence in one tile."""
 _NO_LIMIT = 2**31 - 1
 
 
-def query_key_blocks(head_dim: int) -> KeyBlocks:
+def query_key_blocks(head_dim: int, has_right: bool) -> KeyBlocks:
     """Keys of a block of the query kernel."""
-    return KeyBlocks(LENGTH_CLASSES[SHORT_CLASS], *[tile.block_n for tile in QUERY[head_dim]])
+    return KeyBlocks(QUERY_LONGER[head_dim, has_right], *[tile.block_n for tile in QUERY[head_dim]])
 
 
 class _Options(NamedTuple):
@@ -138,9 +145,13 @@ def split_backward(
     q_tiles = lists.q_tiles.shape[0] * heads
     kv_tiles = lists.kv_tiles.shape[0] * heads
     processors = multiprocessors(query.device)
+    longer = QUERY_LONGER[head_dim, options.HAS_RIGHT]
     q_grid = (min(q_tiles, processors),)
     q_lists = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, lse, row_gradients)
-    for tile, begin, end in ((tiles[0], first_class, SHORT_CLASS), (tiles[1], SHORT_CLASS, last_class)):
+    short_class = LENGTH_CLASSES.index(longer)
+    for tile, begin, end in ((tiles[0], first_class, short_class), (tiles[1], short_class, last_class)):
+        if begin == end >= 0:
+            continue  # no sequence is in no class
         _query(options, tile, begin, end, dlse is not None)(
             q_grid, (*q_lists, workspace.lse, workspace.delta, dq), (q_tiles, heads, sequences, rows, *rest)
         )
