@@ -226,13 +226,16 @@ def _gradient_block(
         if SHARED_QUERY and HAS_RIGHT and MASKED:  # rows that see no key here: 0 times a NaN key is NaN
             dq = tl.where((block * HALF + tl.arange(0, HALF) >= seeing)[:, None], dq, 0.0)
         tlx.local_store(dq_buf, in_register_order(dq, HALF, HEAD_DIM))
-        tlx.fence("async_shared")
         place = (scratch ^ (scratch >> 31)) + block * (HALF * HEAD_DIM // SCRATCH_COLUMNS)
+        # The fence is in every branch, as the compiler adds one of its own to a branch that has none.
         if SHARED_QUERY:
+            tlx.fence("async_shared")
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0], store_reduce="add")
         elif scratch < 0:
+            tlx.fence("async_shared")
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0])
         else:
+            tlx.fence("async_shared")
             tlx.async_descriptor_store(dq_desc, dq_buf, [place, 0], store_reduce="add")
     return dk, dv, q_count + 1
 
