@@ -140,6 +140,27 @@ def _consume_blocks(
 
 
 @triton.jit
+def _skip_blocks(
+    kv_count, blocks, k_full, k_free, v_full, v_free, STAGES_KV: tl.constexpr, TURNS: tl.constexpr, half: tl.constexpr
+):
+    """Blocks of which this consumer's rows see nothing.
+
+    Freed only once they are in: an arrival before would count for the block that was in the buffer before.
+    """
+    for _step in tl.range(0, blocks):
+        buf, phase = ring(kv_count, STAGES_KV)
+        if TURNS:
+            tlx.named_barrier_wait(_TURN + half, _BOTH)
+            tlx.named_barrier_arrive(_TURN + 1 - half, _BOTH)
+        tlx.barrier_wait(k_full[buf], phase)
+        tlx.barrier_arrive(k_free[buf], 1)
+        tlx.barrier_wait(v_full[buf], phase)
+        tlx.barrier_arrive(v_free[buf], 1)
+        kv_count += 1
+    return kv_count
+
+
+@triton.jit
 def _consume(
     table, tiles_ptr, offsets_ptr, out_ptr, lse_ptr, first_tile, last_tile, heads, num_sequences, out_rows, window_left,
     window_right, score_scale, q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_free, k_full, k_free, v_full,
@@ -162,14 +183,23 @@ def _consume(
         next_segment, next_head, next_first_row, next_n_q, next_n_kv, next_q_start = read_tile(
             tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        rows = first_row + half * ROWS + tl.arange(0, ROWS)
+        my_first = first_row + half * ROWS
+        rows = my_first + tl.arange(0, ROWS)
         in_segment = rows < n_q
         last_row = tl.minimum(first_row + RECORD_ROWS, n_q) - 1
-        begin, free_begin, free_end, end = key_blocks(
+        begin, _free_begin, _free_end, end = key_blocks(
             first_row, last_row, n_q, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
+        my_last = tl.minimum(my_first + ROWS, n_q) - 1
+        my_begin, free_begin, free_end, my_end = key_blocks(
+            my_first, my_last, n_q, n_kv, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+        takes_part = (my_first < n_q) & (my_end > my_begin)
+        kv_count = _skip_blocks(
+            kv_count, end - tl.where(takes_part, my_end, begin), k_full, k_free, v_full, v_free, STAGES_KV, TURNS, half
+        )
         lse_ptrs = lse_ptr + head.to(tl.int64) * out_rows + q_start + rows
-        if end > begin:
+        if takes_part:
             shift = n_kv - n_q
             q_buf, q_phase = ring(q_count, STAGES_Q)
             q_slot = q_buf * 2 + half
@@ -193,7 +223,7 @@ def _consume(
             scores = hide(
                 scores,
                 rows,
-                (end - 1) * BLOCK_N,
+                (my_end - 1) * BLOCK_N,
                 shift,
                 n_kv,
                 window_left,
@@ -206,18 +236,18 @@ def _consume(
             kv_count += 1
             if HAS_RIGHT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                    acc, p, row_max, row_sum, kv_count, end - 1, free_end, rows, shift, n_kv, window_left, window_right,
+                    acc, p, row_max, row_sum, kv_count, my_end - 1, free_end, rows, shift, n_kv, window_left, window_right,
                     score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
                     STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, end - 1), free_begin, rows, shift, n_kv,
+                acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, my_end - 1), free_begin, rows, shift, n_kv,
                 window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free,
                 DTYPE, BLOCK_N, STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, False,
             )  # fmt: skip
             if HAS_LEFT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                    acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, end - 1), begin, rows, shift, n_kv,
+                    acc, p, row_max, row_sum, kv_count, tl.minimum(free_begin, my_end - 1), my_begin, rows, shift, n_kv,
                     window_left, window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full,
                     v_free, DTYPE, BLOCK_N, STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
@@ -233,6 +263,10 @@ def _consume(
             tl.store(lse_ptrs, lse, mask=in_segment)
             acc = tlx.async_dot_wait(0, acc)
             tlx.barrier_arrive(v_free[buf], 1)
+            if HAS_LEFT:
+                kv_count = _skip_blocks(
+                    kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV, TURNS, half
+                )
             acc = acc * inverse[:, None]
             if HAS_RIGHT:
                 acc = tl.where(sees_key[:, None], acc, 0.0)
@@ -241,9 +275,14 @@ def _consume(
             tlx.local_store(o_bufs[half], acc.to(DTYPE))
             tlx.fence("async_shared")
             o_desc = read_descriptor(table, 3 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(o_desc, o_bufs[half], [first_row + half * ROWS, head * HEAD_DIM])
+            tlx.async_descriptor_store(o_desc, o_bufs[half], [my_first, head * HEAD_DIM])
         else:
-            clear_rows(out_ptr, q_start + first_row + half * ROWS, q_start + n_q, heads, head, HEAD_DIM)
+            if end > begin:
+                q_buf, q_phase = ring(q_count, STAGES_Q)
+                tlx.barrier_wait(q_full[q_buf * 2 + half], q_phase)
+                tlx.barrier_arrive(q_free[q_buf * 2 + half], 1)
+                q_count += 1
+            clear_rows(out_ptr, q_start + my_first, q_start + n_q, heads, head, HEAD_DIM)
             tl.store(lse_ptrs, tl.full([ROWS], float("-inf"), tl.float32), mask=in_segment)
         segment = next_segment
         head = next_head
