@@ -3,7 +3,8 @@
 A program reads query, key, value and incoming gradient of a (sequence, head) once and writes dq, dk and dv: five
 products, no statistics in memory. Two consumers own 64 keys each and hold scores transposed, (key, query). As every key
 is in the tile, ``delta = rowsum(dO * O) = colsum(P * dP)`` comes from what is at hand, so ``out`` is not read.
-Consumers meet twice a tile: to add their halves of delta, and to read each other's dS for dq.
+Consumers meet twice a tile: to add their halves of delta, and to read each other's dS for dq. A sequence of at most 64
+rows is one consumer's alone; they take such tiles in turn.
 """
 
 import triton
@@ -15,6 +16,7 @@ from gemattn.kernels.tlx.common import LOG2E, ROWS, clear_rows, read_tile, ring,
 TILE: tl.constexpr = tl.constexpr(128)
 _DELTA_BARRIER: tl.constexpr = tl.constexpr(9)
 _DS_BARRIER: tl.constexpr = tl.constexpr(10)
+_OWN_DS_BARRIER: tl.constexpr = tl.constexpr(11)  # of one consumer's 128 threads; the next id is the other's
 
 
 @triton.jit
@@ -91,6 +93,79 @@ def _store(desc, buf, tile, row, column, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _short_tile(
+    table, segment, head, length, dlse_ptrs, buf, phase, lse_buf, lse_phase, num_sequences, window_left, window_right,
+    scale, score_scale, q_bufs, k_bufs, v_bufs, do_bufs, ds_buf, stage_buf, lse_bufs, dlse_buf, q_full, q_free, k_full,
+    k_free, v_full, v_free, do_full, do_free, lse_full, lse_free, half: tl.constexpr, DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a sequence of at most 64 rows, by one consumer."""
+    lane = tl.arange(0, ROWS)
+    if HAS_DLSE:
+        tlx.local_store(dlse_buf, tl.load(dlse_ptrs, mask=lane < length, other=0.0))
+    tlx.barrier_wait(k_full[buf], phase)
+    tlx.barrier_wait(q_full[buf], phase)
+    scores = tlx.async_dot(k_bufs[2 * buf], tlx.local_trans(q_bufs[2 * buf]))
+    tlx.barrier_wait(v_full[buf], phase)
+    tlx.barrier_wait(do_full[buf], phase)
+    dp = tlx.async_dot(v_bufs[2 * buf], tlx.local_trans(do_bufs[2 * buf]))
+    tlx.barrier_wait(lse_full[lse_buf], lse_phase)
+    scores = tlx.async_dot_wait(1, scores)
+    p = _probabilities(
+        scores, lse_bufs[2 * lse_buf], lane, length, lane, window_left, window_right, score_scale, HAS_LEFT, HAS_RIGHT
+    )
+    tlx.barrier_arrive(lse_free[lse_buf], 1)
+    dp = tlx.async_dot_wait(0, dp)
+    delta = tl.sum(p * dp, 0)
+    if HAS_DLSE:
+        delta -= tlx.local_load(dlse_buf)
+    ds = (p * (dp - delta[None, :])).to(DTYPE)
+    dv = tlx.async_dot(p.to(DTYPE), do_bufs[2 * buf])
+    dk = tlx.async_dot(ds, q_bufs[2 * buf])
+    tlx.local_store(ds_buf, ds)
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(_OWN_DS_BARRIER + half, 128)
+    dq = tlx.async_dot(tlx.local_trans(ds_buf), k_bufs[2 * buf])
+    column = head * HEAD_DIM
+    dq_desc = read_descriptor(table, 5 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
+    dk_desc = read_descriptor(table, 6 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
+    dv_desc = read_descriptor(table, 7 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
+    # The values were read, and the other half of their buffers holds no rows.
+    dv = tlx.async_dot_wait(2, dv)
+    tlx.barrier_arrive(do_free[buf], 1)
+    _store(dv_desc, v_bufs[2 * buf + 1], dv, 0, column, DTYPE)
+    dk = tlx.async_dot_wait(1, dk)
+    tlx.barrier_arrive(q_free[buf], 1)
+    _store(dk_desc, v_bufs[2 * buf], dk * scale, 0, column, DTYPE)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(k_free[buf], 1)
+    tlx.async_descriptor_store_wait(2)
+    _store(dq_desc, stage_buf, dq * scale, 0, column, DTYPE)
+    tlx.async_descriptor_store_wait(1)
+    tlx.barrier_arrive(v_free[buf], 1)
+
+
+@triton.jit
+def _leave_tile(
+    buf, phase, lse_buf, lse_phase, q_full, q_free, k_full, k_free, v_full, v_free, do_full, do_free, lse_full, lse_free
+):
+    """A tile that is the other consumer's.
+
+    Freed only once it is in: an arrival before would count for the tile that was in the buffer before.
+    """
+    tlx.barrier_wait(k_full[buf], phase)
+    tlx.barrier_arrive(k_free[buf], 1)
+    tlx.barrier_wait(q_full[buf], phase)
+    tlx.barrier_arrive(q_free[buf], 1)
+    tlx.barrier_wait(v_full[buf], phase)
+    tlx.barrier_arrive(v_free[buf], 1)
+    tlx.barrier_wait(do_full[buf], phase)
+    tlx.barrier_arrive(do_free[buf], 1)
+    tlx.barrier_wait(lse_full[lse_buf], lse_phase)
+    tlx.barrier_arrive(lse_free[lse_buf], 1)
+
+
+@triton.jit
 def _consume(
     table, tiles_ptr, offsets_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, first_tile, last_tile, heads, num_sequences, rows,
     window_left, window_right, scale, score_scale, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs, stage_bufs, lse_bufs,
@@ -99,6 +174,7 @@ def _consume(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     count = 0
+    after_long = 0
     lane = tl.arange(0, ROWS)
     own = half * ROWS + lane
     tile = first_tile + tl.program_id(0)
@@ -110,9 +186,30 @@ def _consume(
         next_segment, next_head, next_first_row, next_length, _work, next_start = read_tile(
             tiles_ptr, offsets_ptr, tile, last_tile, heads, num_sequences
         )
-        if segment < num_sequences:
-            buf, phase = ring(count, STAGES)
-            lse_buf, lse_phase = ring(count, 2)
+        buf, phase = ring(count, STAGES)
+        lse_buf, lse_phase = ring(count, 2)
+        # At D 128 the assembler runs out of registers with both ways in one kernel, and serialises the products.
+        is_short = (segment < num_sequences) & (length <= ROWS) if HEAD_DIM < 128 else False
+        if is_short:
+            if after_long != 0:  # the other consumer has read this one's ds of that tile
+                tlx.named_barrier_wait(_DELTA_BARRIER, 256)
+            after_long = 0
+            count += 1
+            if count % 2 == half:
+                _short_tile(
+                    table, segment, head, length, dlse_ptr + head.to(tl.int64) * rows + start + lane, buf, phase,
+                    lse_buf, lse_phase, num_sequences, window_left, window_right, scale, score_scale, q_bufs, k_bufs,
+                    v_bufs, do_bufs, ds_bufs[2 * half], stage_bufs[half], lse_bufs, delta_bufs[4 + half], q_full,
+                    q_free, k_full, k_free, v_full, v_free, do_full, do_free, lse_full, lse_free, half, DTYPE, HEAD_DIM,
+                    HAS_DLSE, HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+            else:
+                _leave_tile(
+                    buf, phase, lse_buf, lse_phase, q_full, q_free, k_full, k_free, v_full, v_free, do_full, do_free,
+                    lse_full, lse_free,
+                )  # fmt: skip
+        elif segment < num_sequences:
+            after_long = 1
             count += 1
             if HAS_DLSE:
                 dlse_ptrs = dlse_ptr + head.to(tl.int64) * rows + start + own

@@ -23,7 +23,6 @@ from gemattn.kernels.tlx.common import (
     tile_range,
 )
 
-
 # Named barriers, each of 2 x 128 threads: products may be issued by the first consumer, and by the second.
 _TURN: tl.constexpr = tl.constexpr(9)
 _BOTH: tl.constexpr = tl.constexpr(256)
@@ -236,9 +235,9 @@ def _consume(
             kv_count += 1
             if HAS_RIGHT:
                 acc, p, row_max, row_sum, kv_count = _consume_blocks(
-                    acc, p, row_max, row_sum, kv_count, my_end - 1, free_end, rows, shift, n_kv, window_left, window_right,
-                    score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE, BLOCK_N,
-                    STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
+                    acc, p, row_max, row_sum, kv_count, my_end - 1, free_end, rows, shift, n_kv, window_left,
+                    window_right, score_scale, q_bufs[q_slot], k_bufs, v_bufs, k_full, k_free, v_full, v_free, DTYPE,
+                    BLOCK_N, STAGES_KV, POSITIVE_SCALE, TURNS, half, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             acc, p, row_max, row_sum, kv_count = _consume_blocks(
                 acc, p, row_max, row_sum, kv_count, tl.minimum(free_end, my_end - 1), free_begin, rows, shift, n_kv,
@@ -303,8 +302,8 @@ def forward_kernel(
 ):  # fmt: skip
     """out (out_rows, H, D) and lse (H, out_rows) of the tiles of the length classes BEGIN to END, see `tile_range`.
 
-    Persistent: any grid; 12 warps in three groups. POSITIVE_SCALE: `score_scale` > 0. TURNS: consumers issue products in
-    turn, so that the exponentials of one fall on the products of the other.
+    Persistent: any grid; 12 warps in three groups. POSITIVE_SCALE: `score_scale` > 0. TURNS: consumers issue products
+    in turn, so that the exponentials of one fall on the products of the other.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     q_bufs = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, 2 * STAGES_Q)
