@@ -8,6 +8,8 @@ import torch
 tlx_sim = pytest.importorskip("gemattn.testing.tlx_sim", reason="needs fbtriton", exc_type=ImportError)
 
 import gemattn  # noqa: E402
+from gemattn.kernels.schedule import LENGTH_CLASSES  # noqa: E402
+from gemattn.kernels.tlx.hopper import launch, launch_split  # noqa: E402
 from gemattn.testing import make_inputs, run  # noqa: E402
 from gemattn.testing.tlx_sim import cases  # noqa: E402
 
@@ -34,6 +36,18 @@ def test_a_bad_sequence_hurts_only_itself_and_shows(name):
         pick = (slice(None), others) if result == "lse" else (others,)
         assert torch.equal(dirty[result][pick], value[pick]), result
     assert not dirty["dq" if name == "dout" else "out"][30:100].isfinite().all()
+
+
+@pytest.mark.parametrize("longer", LENGTH_CLASSES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_any_length_at_which_tiles_change_is_right(monkeypatch, head_dim, longer):
+    for table in (launch.FORWARD_LONGER, launch_split.QUERY_LONGER):
+        for key in table:
+            monkeypatch.setitem(table, key, longer)
+    windows = {"window": (70, 30)}, {"deterministic": True}
+    for seed, options in enumerate(windows):
+        case = cases.Case({"q_lengths": [150, 520, 64, 330], "head_dim": head_dim}, options)
+        cases.check_oracle(case, cases.results(case, seed=seed))
 
 
 def test_results_do_not_depend_on_the_schedule():
