@@ -164,11 +164,11 @@ def _gradient_block(
     v_free, q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr,
     SHARED_QUERY: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    TURN: tl.constexpr, ALONE: tl.constexpr,
+    FULL: tl.constexpr, TURN: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """One query block, whose dq is consumer TURN's; a tile begins with TURN 0, and an ALONE one is its last. In block
-    `freeing` the keys of the tile before come free. Keys past the end are zero rows: they add nothing to dq, and their
-    own rows of dk and dv are never written."""
+    `freeing` the keys of the tile before come free. Unless the tile is FULL, keys past the end are zero rows: they add
+    nothing to dq, and their own rows of dk and dv are never written."""
     HALF: tl.constexpr = RECORD_ROWS // 2
     # Always 0, but not to the compiler: it would keep every buffer's address in registers that the products need.
     zero = q_count >> 30
@@ -188,7 +188,10 @@ def _gradient_block(
         if HAS_LEFT:
             hidden = first_rows + (width + zero) - block * HALF
             scores = tl.where(_rows_from(hidden, HALF), float("-inf"), scores)
-    p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    exponent = scores - lse[None, :]
+    if not FULL:  # of a key past the end nothing bounds it, and 0 times infinity would get into dq
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.math.exp2(exponent)
     if EARLY_DV:
         dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
         dp = tlx.async_dot_wait(1, dp)
@@ -255,7 +258,7 @@ def _gradient_pairs(
     dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free,
     q_full, q_free, do_full, do_free, half: tl.constexpr, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES_K: tl.constexpr, STAGES_Q: tl.constexpr, EARLY_DV: tl.constexpr, SHARED_QUERY: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [from_block, to_block), both even: two at a time, so that the compiler knows whose turn it is."""
     for block in tl.range(from_block, to_block, 2):
@@ -264,8 +267,8 @@ def _gradient_pairs(
                 dk, dv, q_count, block + turn, freeing, tile_end, tile_count, seeing, first_rows, width,
                 score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                 delta_bufs, ds_bufs, dq_buf, k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
-                HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, MASKED, turn,
-                False,
+                HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, MASKED, FULL,
+                turn, False,
             )  # fmt: skip
     return dk, dv, q_count
 
@@ -341,19 +344,36 @@ def _consume(
                         width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
+                        False,
                     )  # fmt: skip
-                dk, dv, q_count = _gradient_pairs(
-                    dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, seeing, first_rows, width,
-                    score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
-                    delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
-                    DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False,
-                )  # fmt: skip
+                if HAS_LEFT or HAS_RIGHT:
+                    dk, dv, q_count = _gradient_pairs(
+                        dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, seeing, first_rows, width,
+                        score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
+                        DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, False,
+                    )  # fmt: skip
+                else:
+                    full_end = tl.where(first + RECORD_ROWS <= n_kv, free_end, free_begin)
+                    dk, dv, q_count = _gradient_pairs(
+                        dk, dv, q_count, free_begin, full_end, freeing, end, tile_count, seeing, first_rows, width,
+                        score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
+                        DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, True,
+                    )  # fmt: skip
+                    dk, dv, q_count = _gradient_pairs(
+                        dk, dv, q_count, full_end, free_end, freeing, end, tile_count, seeing, first_rows, width,
+                        score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                        delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
+                        DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, False,
+                    )  # fmt: skip
                 if HAS_LEFT:
                     dk, dv, q_count = _gradient_pairs(
                         dk, dv, q_count, free_end, paired, freeing, end, tile_count, seeing, first_rows,
                         width, score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
+                        False,
                     )  # fmt: skip
                 for block in tl.range(paired, end):
                     dk, dv, q_count = _gradient_block(
@@ -361,7 +381,7 @@ def _consume(
                         dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs,
                         ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half, DTYPE,
                         HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT,
-                        HAS_LEFT or HAS_RIGHT, 0, True,
+                        HAS_LEFT or HAS_RIGHT, False, 0, True,
                     )  # fmt: skip
                     _dq_is_done(half, 0)
                 # dv leaves through this consumer's ds, dk through its half of the keys, once the last dq has read both.
