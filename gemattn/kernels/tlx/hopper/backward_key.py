@@ -126,7 +126,7 @@ def _gradient_blocks(
                 scores = tl.where(from_column(own_row - window_right, HALF, HALF), scores, float("-inf"))
             if HAS_LEFT:
                 scores = tl.where(from_column(own_row + (window_left + 1), HALF, HALF), float("-inf"), scores)
-        p = tl.math.exp2(tl.minimum(scores - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+        p = tl.math.exp2(scores - lse[None, :])
         dv = tlx.async_dot(p.to(DTYPE), do_bufs[buf], dv)
         delta = tlx.local_load(delta_bufs[buf])
         dp = tlx.async_dot_wait(1, dp)

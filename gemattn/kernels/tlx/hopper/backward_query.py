@@ -76,7 +76,7 @@ def _gradient_block(
     k_free, v_full, v_free, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block's share to dq; a tile's FIRST block leaves delta on the way."""
+    """Adds a block's share to dq. A tile's FIRST one leaves delta on the way, and alone may have keys past the end."""
     HALF: tl.constexpr = RECORD_ROWS // 2
     # Always 0, but not to the compiler: it would keep every buffer's address in registers that the products need.
     zero = kv_count >> 30
@@ -95,7 +95,10 @@ def _gradient_block(
         if HAS_LEFT:
             scores = tl.where(from_column(own_key - window_left, HALF, BLOCK_N), scores, float("-inf"))
     lse = tlx.local_load(lse_buf)
-    p = tl.math.exp2(tl.minimum(scores - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    exponent = scores - lse[:, None]
+    if FIRST:  # of a key past the end nothing bounds it, and 0 times infinity would get into dq
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    p = tl.math.exp2(exponent)
     if FIRST:
         # O comes late, when dq of the tile before has left its buffer: products and exponentials hide the wait.
         tlx.barrier_wait(o_full, o_phase)

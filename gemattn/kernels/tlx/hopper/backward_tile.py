@@ -81,7 +81,7 @@ def _probabilities(
     if HAS_LEFT:
         sees = sees & (keys[:, None] >= queries[None, :] - window_left)
     exponent = tl.where(sees, scores * score_scale, float("-inf")) - lse[None, :]
-    return tl.math.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.math.exp2(exponent)
 
 
 @triton.jit
