@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemattn.kernels.schedule import make_schedule
-from gemattn.spec import UNLIMITED, AttentionSpec
+from gemattn.spec import AttentionSpec, fold_window
 from gemattn.testing.inputs import JaggedInputs, make_inputs
 from gemattn.testing.oracle import run_oracle
 from gemattn.testing.tlx_sim import tutorials
@@ -100,7 +100,7 @@ class _Batch:
     q_lengths: tuple[int, ...] | None
     kv_lengths: tuple[int, ...] | None = None
     head_dim: int = 64
-    window: tuple[int, int] | None = None
+    window: tuple[int | None, int | None] | None = None
     shared_rows: int | None = None
 
 
@@ -108,6 +108,8 @@ _SELF = _Batch((520, 40), window=(450, 30))
 _SHORT = _Batch((200, 100, 70, 20, 128, 9), window=(60, 10))
 """Four tiles or more for the kernel that has a sequence in one tile."""
 _WIDE = _Batch((300, 140, 40, 100, 128), head_dim=128, window=(200, 30))
+_CAUSAL = _Batch((260, 270), head_dim=128, window=(None, 0))
+"""A consumer without rows in a tile that is not its program's last."""
 _CROSS = _Batch((130, 520), (600, 520))
 """The first sequence is walked by one program, the other one is not."""
 _WIDE_CROSS = _Batch((70, 260), (600, 520), head_dim=128)
@@ -127,7 +129,7 @@ def _jagged(batch: _Batch) -> tuple[JaggedInputs, AttentionSpec, list[Tensor], R
         head_dim=batch.head_dim,
         dtype=torch.bfloat16,
     )
-    left, right = batch.window or (UNLIMITED, UNLIMITED)
+    left, right = fold_window(False, batch.window)
     spec = AttentionSpec(batch.head_dim**-0.5, left, right, inputs.shared_query, False)
     schedule = make_schedule(
         inputs.q_offsets,
@@ -173,6 +175,7 @@ SCENARIOS: dict[str, Scenario] = {
     "hopper backward": _own_backward(90, _SELF),
     "hopper backward, short": _own_backward(90, _SHORT),
     "hopper backward, D 128": _own_backward(90, _WIDE),
+    "hopper backward, causal, D 128": _own_backward(90, _CAUSAL),
     "hopper backward, fused": _own_backward(90, _CROSS),
     "hopper backward, fused, D 128": _own_backward(90, _WIDE_CROSS),
     "hopper backward, shared query": _own_backward(90, _SHARED),
