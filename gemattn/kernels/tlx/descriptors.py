@@ -74,9 +74,13 @@ def describe_forward_kernel(
 ):
     """Descriptors of query, key, value and out for sequence `program_id(0)`; slot = tensor * B + sequence.
 
-    Keys and values in blocks of BLOCK_N rows where there are more than LONGER of them, else of SHORT_BLOCK_N.
+    Keys and values in blocks of BLOCK_N rows where there are more than LONGER of them, else of SHORT_BLOCK_N. Slot 4 B
+    is for the rows of out of all sequences.
     """
     sequence = tl.program_id(0)
+    if sequence == 0:
+        rows = tl.load(q_offsets_ptr + num_sequences).to(tl.int32)
+        describe_rows(table, 4 * num_sequences, out_ptr, 0, rows, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
     q_start = tl.load(q_offsets_ptr + sequence)
     n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
     kv_start = tl.load(kv_offsets_ptr + sequence)

@@ -99,7 +99,7 @@ def forward_outputs(
     device = query.device
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
-    table = torch.empty(4 * sequences * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
+    table = torch.empty((4 * sequences + 1) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
     if sequences:
         _describe_forward(head_dim, blocks, spec.shared_query)(
             (sequences,),

@@ -26,6 +26,7 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
+    store_rows,
 )
 from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked, scratch_block
 
@@ -307,6 +308,8 @@ def _consume(
         tiles_ptr, kv_offsets_ptr, tile, num_tiles, heads, num_sequences
     )
     dq_desc = read_descriptor(table, 6 * num_sequences + 2, [UNIT, SCRATCH_COLUMNS], tl.float32)
+    all_dk = read_descriptor(table, 6 * num_sequences + 3, [HALF, HEAD_DIM], DTYPE)
+    all_dv = read_descriptor(table, 6 * num_sequences + 4, [HALF, HEAD_DIM], DTYPE)
     while segment >= 0:
         tile, lane = _next_tile(tile, lane, not SHARED_QUERY)
         next_segment, next_head, next_first_key, next_n_kv, next_n_q, next_kv_start = read_tile(
@@ -388,12 +391,16 @@ def _consume(
                 _dq_is_done(half, 1)
                 tlx.local_store(dv_bufs[DV_BUF], dv.to(DTYPE))
                 tlx.local_store(dk_bufs[2 * stage + half], (dk * scale).to(DTYPE))
-                tlx.fence("async_shared")
-                dk_desc = read_descriptor(table, 4 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-                dv_desc = read_descriptor(table, 5 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
                 own = first + half * HALF
-                tlx.async_descriptor_store(dv_desc, dv_bufs[DV_BUF], [own, head * HEAD_DIM])
-                tlx.async_descriptor_store(dk_desc, dk_bufs[2 * stage + half], [own, head * HEAD_DIM])
+                column = head * HEAD_DIM
+                store_rows(
+                    table, all_dv, 5 * num_sequences + segment, dv_bufs[DV_BUF], kv_start, own, n_kv, column, DTYPE,
+                    HEAD_DIM,
+                )  # fmt: skip
+                store_rows(
+                    table, all_dk, 4 * num_sequences + segment, dk_bufs[2 * stage + half], kv_start, own, n_kv, column,
+                    DTYPE, HEAD_DIM,
+                )  # fmt: skip
                 tile_count += 1
                 scratch = scratch ^ (scratch >> 31)
             else:

@@ -19,6 +19,7 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
+    store_rows,
     tile_range,
 )
 
@@ -149,6 +150,8 @@ def _consume(
     HAS_RIGHT: tl.constexpr, KEYS_UP_TO: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
+    all_dk = read_descriptor(table, 10 * num_sequences + 3, [HALF, HEAD_DIM], DTYPE)
+    all_dv = read_descriptor(table, 10 * num_sequences + 4, [HALF, HEAD_DIM], DTYPE)
     tile_count = 0
     q_count = 0
     tile = first_tile + tl.program_id(0)
@@ -212,11 +215,15 @@ def _consume(
             # Through the buffers of this consumer's own keys and values, which no one else reads.
             tlx.local_store(dv_bufs[slot], dv.to(DTYPE))
             tlx.local_store(dk_bufs[slot], (dk * scale).to(DTYPE))
-            tlx.fence("async_shared")
-            dk_desc = read_descriptor(table, 6 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            dv_desc = read_descriptor(table, 7 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(dv_desc, dv_bufs[slot], [my_first, head * HEAD_DIM])
-            tlx.async_descriptor_store(dk_desc, dk_bufs[slot], [my_first, head * HEAD_DIM])
+            column = head * HEAD_DIM
+            store_rows(
+                table, all_dv, 7 * num_sequences + segment, dv_bufs[slot], kv_start, my_first, n_kv, column, DTYPE,
+                HEAD_DIM,
+            )  # fmt: skip
+            store_rows(
+                table, all_dk, 6 * num_sequences + segment, dk_bufs[slot], kv_start, my_first, n_kv, column, DTYPE,
+                HEAD_DIM,
+            )  # fmt: skip
         elif mine:
             first = kv_start + my_first
             clear_rows(dk_ptr, first, kv_start + n_kv, heads, head, HEAD_DIM)

@@ -18,6 +18,7 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
+    store_rows,
     tile_range,
 )
 
@@ -175,13 +176,6 @@ def _one_tile(
 
 
 @triton.jit
-def _store_rows(desc, buf, rows, row, column):
-    tlx.local_store(buf, rows)
-    tlx.fence("async_shared")
-    tlx.async_descriptor_store(desc, buf, [row, column])
-
-
-@triton.jit
 def _produce(
     table, tiles_ptr, offsets_ptr, first_tile, last_tile, heads, num_sequences, q_head_stride, k_head_stride,
     v_head_stride, do_head_stride, window_left, window_right, q_bufs, do_bufs, o_bufs, k_bufs, v_bufs, q_full, q_free,
@@ -257,6 +251,7 @@ def _consume(
     STAGES_KV: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
+    all_dq = read_descriptor(table, 10 * num_sequences + 2, [HALF, HEAD_DIM], DTYPE)
     q_count = 0
     kv_count = 0
     tile = first_tile + tl.program_id(0)
@@ -303,7 +298,6 @@ def _consume(
             slot = 2 * buf + half
             tlx.barrier_wait(q_full[slot], phase)
             tlx.barrier_wait(do_full[slot], phase)
-            dq_desc = read_descriptor(table, 5 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             if takes_part:
                 dq, kv_count = _one_tile(
                     kv_count, my_begin, my_free_begin, my_free_end, my_end, rows, sees_key, dlse, delta_ptrs, has_rows,
@@ -313,13 +307,16 @@ def _consume(
                 )  # fmt: skip
                 if HAS_LEFT:
                     kv_count = _skip_blocks(kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV)
-                dq = tl.where(sees_key[:, None], dq * scale, 0.0)
-                _store_rows(dq_desc, o_bufs[half], dq.to(DTYPE), my_first, head * HEAD_DIM)
+                tlx.local_store(o_bufs[half], tl.where(sees_key[:, None], dq * scale, 0.0).to(DTYPE))
             else:
                 tlx.barrier_arrive(q_free[slot], 1)
                 tlx.barrier_wait(o_full[half], q_count & 1)
                 tl.store(delta_ptrs, tl.zeros([HALF], tl.float32), mask=has_rows)
-                _store_rows(dq_desc, o_bufs[half], tl.zeros([HALF, HEAD_DIM], DTYPE), my_first, head * HEAD_DIM)
+                tlx.local_store(o_bufs[half], tl.zeros([HALF, HEAD_DIM], DTYPE))
+            store_rows(
+                table, all_dq, 5 * num_sequences + segment, o_bufs[half], q_start, my_first, n_q, head * HEAD_DIM,
+                DTYPE, HEAD_DIM,
+            )  # fmt: skip
             q_count += 1
         else:
             if segment < num_sequences:

@@ -9,6 +9,15 @@ from gemattn.kernels.tlx.descriptors import describe_keys, describe_rows, descri
 
 
 @triton.jit
+def _describe_all_rows(
+    table, slot, ptr, offsets_ptr, num_sequences, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The rows of all sequences of a contiguous (rows, H, D) tensor."""
+    rows = tl.load(offsets_ptr + num_sequences).to(tl.int32)
+    describe_rows(table, slot, ptr, 0, rows, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK)
+
+
+@triton.jit
 def _describe_split(
     table, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets_ptr,
     kv_offsets_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
@@ -24,6 +33,9 @@ def _describe_split(
     sequence = tl.program_id(0)
     if sequence == num_sequences:
         describe_statistics(table, 8 * num_sequences, lse_ptr, delta_ptr, statistics, BLOCK)
+        _describe_all_rows(table, 10 * num_sequences + 2, dq_ptr, q_offsets_ptr, num_sequences, heads, HEAD_DIM, BLOCK)
+        _describe_all_rows(table, 10 * num_sequences + 3, dk_ptr, kv_offsets_ptr, num_sequences, heads, HEAD_DIM, BLOCK)
+        _describe_all_rows(table, 10 * num_sequences + 4, dv_ptr, kv_offsets_ptr, num_sequences, heads, HEAD_DIM, BLOCK)
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
@@ -71,7 +83,7 @@ def _describe_fused(
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, SCRATCH_BLOCK: tl.constexpr, SCRATCH_COLUMNS: tl.constexpr,
     SHARED_QUERY: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Tensors: query, dout, key, value, dk, dv; then lse, delta and the dq scratch."""
+    """Tensors: query, dout, key, value, dk, dv; then lse, delta, the dq scratch, dk and dv of all sequences."""
     sequence = tl.program_id(0)
     if sequence == num_sequences:
         slot = 6 * num_sequences
@@ -83,6 +95,8 @@ def _describe_fused(
             strides=[SCRATCH_COLUMNS, tl.constexpr(1)],
             block_shape=[SCRATCH_BLOCK, SCRATCH_COLUMNS],
         )
+        _describe_all_rows(table, slot + 3, dk_ptr, kv_offsets_ptr, num_sequences, heads, HEAD_DIM, BLOCK)
+        _describe_all_rows(table, slot + 4, dv_ptr, kv_offsets_ptr, num_sequences, heads, HEAD_DIM, BLOCK)
     else:
         q_start = tl.load(q_offsets_ptr + sequence)
         n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)

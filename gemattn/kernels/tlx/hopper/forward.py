@@ -20,6 +20,7 @@ from gemattn.kernels.tlx.common import (
     key_blocks,
     read_tile,
     ring,
+    store_rows,
     tile_range,
 )
 
@@ -171,6 +172,7 @@ def _consume(
         # The first consumer begins; both see the same blocks, so turns alternate from tile to tile too.
         if half == 1:
             tlx.named_barrier_arrive(_TURN, _BOTH)
+    all_out = read_descriptor(table, 4 * num_sequences, [ROWS, HEAD_DIM], DTYPE)
     q_count = 0
     kv_count = 0
     tile = first_tile + tl.program_id(0)
@@ -272,9 +274,15 @@ def _consume(
             # The store of the tile before must have left its buffer.
             tlx.async_descriptor_store_wait(0)
             tlx.local_store(o_bufs[half], acc.to(DTYPE))
-            tlx.fence("async_shared")
-            o_desc = read_descriptor(table, 3 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
-            tlx.async_descriptor_store(o_desc, o_bufs[half], [my_first, head * HEAD_DIM])
+            if BLOCK_N == ROWS:
+                store_rows(
+                    table, all_out, 3 * num_sequences + segment, o_bufs[half], q_start, my_first, n_q, head * HEAD_DIM,
+                    DTYPE, HEAD_DIM,
+                )  # fmt: skip
+            else:  # long sequences: the little time saved is not worth the registers
+                tlx.fence("async_shared")
+                o_desc = read_descriptor(table, 3 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
+                tlx.async_descriptor_store(o_desc, o_bufs[half], [my_first, head * HEAD_DIM])
         else:
             if end > begin:
                 q_buf, q_phase = ring(q_count, STAGES_Q)

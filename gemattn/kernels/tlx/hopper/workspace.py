@@ -99,7 +99,7 @@ def describe_backward(
         scratch = torch.empty(statistics * head_dim, dtype=torch.float32, device=device)
     tables = [
         torch.empty(descriptors * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
-        for descriptors, taken in ((6 * sequences + 3, fused), (10 * sequences + 2, split))
+        for descriptors, taken in ((6 * sequences + 5, fused), (10 * sequences + 5, split))
         if taken
     ]
     _describe(head_dim, key_blocks, fused, split, spec.shared_query, spec.window_right != UNLIMITED)(
