@@ -41,9 +41,8 @@ def test_a_bad_sequence_hurts_only_itself_and_shows(name):
 @pytest.mark.parametrize("longer", LENGTH_CLASSES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_any_length_at_which_tiles_change_is_right(monkeypatch, head_dim, longer):
-    for table in (launch.FORWARD_LONGER, launch_split.QUERY_LONGER):
-        for key in table:
-            monkeypatch.setitem(table, key, longer)
+    monkeypatch.setattr(launch, "FORWARD_LONGER", longer)
+    monkeypatch.setattr(launch_split, "QUERY_LONGER", longer)
     windows = {"window": (70, 30)}, {"deterministic": True}
     for seed, options in enumerate(windows):
         case = cases.Case({"q_lengths": [150, 520, 64, 330], "head_dim": head_dim}, options)

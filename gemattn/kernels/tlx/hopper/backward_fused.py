@@ -22,6 +22,7 @@ from gemattn.kernels.tlx.common import (
     RECORD_ROWS,
     clear_rows,
     first_seeing_row,
+    from_column,
     query_blocks,
     read_tile,
     ring,
@@ -150,15 +151,6 @@ def _produce(
 
 
 @triton.jit
-def _rows_from(first_rows, ROWS: tl.constexpr):
-    """(keys, ROWS): row >= first_rows of the key. A thread's rows differ by multiples of 8, which as constants of the
-    code take no registers; the compiler would keep a sum for each."""
-    eights = 8 * tl.arange(0, ROWS // 8)[None, :, None]
-    sees = eights >= first_rows[:, None, None] - tl.arange(0, 8)[None, None, :]
-    return tl.reshape(sees, (ROWS, ROWS))
-
-
-@triton.jit
 def _gradient_block(
     dk, dv, q_count, block, freeing, tile_end, tile_count, seeing, first_rows, width, score_scale, dq_desc,
     scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs, delta_bufs, ds_bufs, dq_buf, k_free, v_full,
@@ -185,10 +177,10 @@ def _gradient_block(
     scores = tlx.async_dot_wait(1, scores) * score_scale
     if MASKED:
         if HAS_RIGHT:
-            scores = tl.where(_rows_from(first_rows - block * HALF, HALF), scores, float("-inf"))
+            scores = tl.where(from_column(first_rows - block * HALF, HALF, HALF), scores, float("-inf"))
         if HAS_LEFT:
             hidden = first_rows + (width + zero) - block * HALF
-            scores = tl.where(_rows_from(hidden, HALF), float("-inf"), scores)
+            scores = tl.where(from_column(hidden, HALF, HALF), float("-inf"), scores)
     exponent = scores - lse[None, :]
     if not FULL:  # of a key past the end nothing bounds it, and 0 times infinity would get into dq
         exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)

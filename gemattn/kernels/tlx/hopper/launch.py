@@ -43,15 +43,8 @@ FORWARD = {
     128: (ForwardTile(128, 2, 2, warp_barriers=False, turns=True), ForwardTile(64, 2, 4)),
 }
 """By head size: for sequences of more keys than FORWARD_LONGER, and for the others."""
-FORWARD_LONGER = {
-    (32, False): 256,
-    (32, True): 256,
-    (64, False): 256,
-    (64, True): 256,
-    (128, False): 256,
-    (128, True): 256,
-}
-"""By head size and whether the call masks the right side. One of LENGTH_CLASSES."""
+FORWARD_LONGER = 256
+"""One of LENGTH_CLASSES."""
 
 FUSED_CLASS = LENGTH_CLASSES.index(512)
 """Sequences of more keys than this take the fused backward, unless the call has a mask or asks for determinism."""
@@ -98,9 +91,8 @@ def forward(
     grid = (min(num_tiles, multiprocessors(query.device)),)
     options = (spec.scale > 0, spec.window_left != UNLIMITED, spec.window_right != UNLIMITED)
     with torch.cuda.device_of(query):
-        longer = FORWARD_LONGER[head_dim, spec.window_right != UNLIMITED]
-        short_class = LENGTH_CLASSES.index(longer)
-        blocks = ForwardBlocks(64, longer, tiles[0].block_n, tiles[1].block_n)
+        short_class = LENGTH_CLASSES.index(FORWARD_LONGER)
+        blocks = ForwardBlocks(64, FORWARD_LONGER, tiles[0].block_n, tiles[1].block_n)
         out, lse, table = forward_outputs(query, key, value, lists, spec, blocks)
         pointers = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, out, lse)
         numbers = (
@@ -145,7 +137,7 @@ def backward(
     fused = spec.shared_query or not (spec.deterministic or spec.masked)
     split = not spec.shared_query
     with torch.cuda.device_of(query):
-        key_blocks = query_key_blocks(query.shape[2], spec.window_right != UNLIMITED)
+        key_blocks = query_key_blocks(query.shape[2])
         workspace = describe_backward(
             gradients, dout, query, key, value, out, lists, spec, key_blocks, fused=fused, split=split
         )

@@ -37,15 +37,8 @@ QUERY = {
     128: (QueryTile(128, 1, 2), QueryTile(64, 2, 2)),
 }
 """By head size: for sequences of more keys than QUERY_LONGER, and for the others."""
-QUERY_LONGER = {
-    (32, False): 256,
-    (32, True): 256,
-    (64, False): 256,
-    (64, True): 256,
-    (128, False): 256,
-    (128, True): 256,
-}
-"""By head size and whether the call masks the right side. One of LENGTH_CLASSES."""
+QUERY_LONGER = 256
+"""One of LENGTH_CLASSES."""
 KEY = {32: KeyTile(2, 4), 64: KeyTile(2, 4), 128: KeyTile(2, 3)}
 REGISTERS = 240
 ONE_TILE_STAGES = {32: 2, 64: 2, 128: 1}
@@ -54,9 +47,9 @@ ONE_TILE_CLASS = LENGTH_CLASSES.index(128)
 _NO_LIMIT = 2**31 - 1
 
 
-def query_key_blocks(head_dim: int, has_right: bool) -> KeyBlocks:
+def query_key_blocks(head_dim: int) -> KeyBlocks:
     """Keys of a block of the query kernel."""
-    return KeyBlocks(QUERY_LONGER[head_dim, has_right], *[tile.block_n for tile in QUERY[head_dim]])
+    return KeyBlocks(QUERY_LONGER, *[tile.block_n for tile in QUERY[head_dim]])
 
 
 class _Options(NamedTuple):
@@ -145,10 +138,9 @@ def split_backward(
     q_tiles = lists.q_tiles.shape[0] * heads
     kv_tiles = lists.kv_tiles.shape[0] * heads
     processors = multiprocessors(query.device)
-    longer = QUERY_LONGER[head_dim, options.HAS_RIGHT]
     q_grid = (min(q_tiles, processors),)
     q_lists = (table, lists.q_tiles, lists.q_longer, lists.q_offsets, lse, row_gradients)
-    short_class = LENGTH_CLASSES.index(longer)
+    short_class = LENGTH_CLASSES.index(QUERY_LONGER)
     for tile, begin, end in ((tiles[0], first_class, short_class), (tiles[1], short_class, last_class)):
         if begin == end >= 0:
             continue  # no sequence is in no class
