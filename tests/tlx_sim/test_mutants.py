@@ -86,7 +86,14 @@ def test_every_reason_is_of_a_mutant():
 
 
 ENOUGH = {
-    "hopper": ["forward, short", "backward, D 128", "backward, fused, D 128", "backward, shared query"],
+    "hopper": [
+        "forward, short",
+        "forward, D 128",
+        "backward, short",
+        "backward, D 128",
+        "backward, fused, D 128",
+        "backward, shared query",
+    ],
     "blackwell": [
         "forward, shared query, window",
         "backward, D 128",

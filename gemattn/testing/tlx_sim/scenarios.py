@@ -105,8 +105,8 @@ class _Batch:
 
 
 _SELF = _Batch((520, 40), window=(450, 30))
-_SHORT = _Batch((200, 100, 70, 20, 128, 9), window=(60, 10))
-"""Four tiles or more for the kernel that has a sequence in one tile."""
+_SHORT = _Batch((200, 100, 70, 20, 128, 9, 64, 33), window=(60, 10))
+"""Three long tiles for the kernel that has a sequence in one tile, then four of one consumer alone."""
 _WIDE = _Batch((300, 140, 40, 100, 128), head_dim=128, window=(200, 30))
 _CAUSAL = _Batch((260, 270), head_dim=128, window=(None, 0))
 """A consumer without rows in a tile that is not its program's last."""
