@@ -81,22 +81,23 @@ def describe_forward_kernel(
     if sequence == 0:
         rows = tl.load(q_offsets_ptr + num_sequences).to(tl.int32)
         describe_rows(table, 4 * num_sequences, out_ptr, 0, rows, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
-    q_start = tl.load(q_offsets_ptr + sequence)
-    n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
-    kv_start = tl.load(kv_offsets_ptr + sequence)
-    n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - kv_start).to(tl.int32)
-    q_first = tl.zeros([], tl.int64) if SHARED_QUERY else q_start
-    describe_rows(table, sequence, q_ptr, q_first, n_q, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
-    slot = num_sequences + sequence
-    if n_kv > LONGER:
-        describe_keys(
-            table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
-            v_head_stride, kv_heads, HEAD_DIM, BLOCK_N,
-        )  # fmt: skip
-    else:
-        describe_keys(
-            table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
-            v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N,
-        )  # fmt: skip
-    slot += 2 * num_sequences
-    describe_rows(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)
+    if sequence < num_sequences:
+        q_start = tl.load(q_offsets_ptr + sequence)
+        n_q = (tl.load(q_offsets_ptr + sequence + 1) - q_start).to(tl.int32)
+        kv_start = tl.load(kv_offsets_ptr + sequence)
+        n_kv = (tl.load(kv_offsets_ptr + sequence + 1) - kv_start).to(tl.int32)
+        q_first = tl.zeros([], tl.int64) if SHARED_QUERY else q_start
+        describe_rows(table, sequence, q_ptr, q_first, n_q, q_row_stride, q_head_stride, heads, HEAD_DIM, BLOCK_M)
+        slot = num_sequences + sequence
+        if n_kv > LONGER:
+            describe_keys(
+                table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, kv_heads, HEAD_DIM, BLOCK_N,
+            )  # fmt: skip
+        else:
+            describe_keys(
+                table, slot, num_sequences, k_ptr, v_ptr, kv_start, n_kv, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, kv_heads, HEAD_DIM, SHORT_BLOCK_N,
+            )  # fmt: skip
+        slot += 2 * num_sequences
+        describe_rows(table, slot, out_ptr, q_start, n_q, heads * HEAD_DIM, HEAD_DIM, heads, HEAD_DIM, BLOCK_M)

@@ -100,10 +100,9 @@ def forward_outputs(
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=device)
     table = torch.empty((4 * sequences + 1) * DESCRIPTOR_BYTES, dtype=torch.int8, device=device)
-    if sequences:
-        _describe_forward(head_dim, blocks, spec.shared_query)(
-            (sequences,),
-            (table, query, key, value, out, lists.q_offsets, lists.kv_offsets),
-            (*strides_of(query), *strides_of(key), *strides_of(value), sequences, heads, key.shape[1]),
-        )
+    _describe_forward(head_dim, blocks, spec.shared_query)(
+        (max(1, sequences),),
+        (table, query, key, value, out, lists.q_offsets, lists.kv_offsets),
+        (*strides_of(query), *strides_of(key), *strides_of(value), sequences, heads, key.shape[1]),
+    )
     return out, lse, table
