@@ -87,6 +87,8 @@ def _produce(
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
+    lse_desc = read_descriptor(table, 6 * num_sequences, [HALF], tl.float32)
+    delta_desc = read_descriptor(table, 6 * num_sequences + 1, [HALF], tl.float32)
     tile_count = 0
     q_count = 0
     tile = tl.program_id(0)
@@ -104,8 +106,6 @@ def _produce(
             do_desc = read_descriptor(table, num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             k_desc = read_descriptor(table, 2 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
             v_desc = read_descriptor(table, 3 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-            lse_desc = read_descriptor(table, 6 * num_sequences, [HALF], tl.float32)
-            delta_desc = read_descriptor(table, 6 * num_sequences + 1, [HALF], tl.float32)
             q_start = tl.load(q_offsets_ptr + segment)
             first_seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
             last = _last_key_tile(first_key, n_q, n_kv, walk_rows, walk_keys, SHARED_QUERY)

@@ -34,6 +34,8 @@ def _produce(
 ):  # fmt: skip
     HALF: tl.constexpr = RECORD_ROWS // 2
     BYTES: tl.constexpr = HALF * HEAD_DIM * 2
+    lse_desc = read_descriptor(table, 8 * num_sequences, [HALF], tl.float32)
+    delta_desc = read_descriptor(table, 8 * num_sequences + 1, [HALF], tl.float32)
     tile_count = 0
     q_count = 0
     tile = first_tile + tl.program_id(0)
@@ -55,8 +57,6 @@ def _produce(
                 k_desc = read_descriptor(table, 8 * num_sequences + 2 + segment, [HALF, HEAD_DIM], DTYPE)
                 v_desc = read_descriptor(table, 9 * num_sequences + 2 + segment, [HALF, HEAD_DIM], DTYPE)
                 do_desc = read_descriptor(table, 4 * num_sequences + segment, [HALF, HEAD_DIM], DTYPE)
-                lse_desc = read_descriptor(table, 8 * num_sequences, [HALF], tl.float32)
-                delta_desc = read_descriptor(table, 8 * num_sequences + 1, [HALF], tl.float32)
                 q_start = tl.load(q_offsets_ptr + segment)
                 first_seeing = first_seeing_row(n_q, n_kv, window_right, HAS_RIGHT)
                 stage, kv_phase = ring(tile_count, STAGES_KV)

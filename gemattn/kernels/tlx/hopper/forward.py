@@ -274,15 +274,10 @@ def _consume(
             # The store of the tile before must have left its buffer.
             tlx.async_descriptor_store_wait(0)
             tlx.local_store(o_bufs[half], acc.to(DTYPE))
-            if BLOCK_N == ROWS:
-                store_rows(
-                    table, all_out, 3 * num_sequences + segment, o_bufs[half], q_start, my_first, n_q, head * HEAD_DIM,
-                    DTYPE, HEAD_DIM,
-                )  # fmt: skip
-            else:  # long sequences: the little time saved is not worth the registers
-                tlx.fence("async_shared")
-                o_desc = read_descriptor(table, 3 * num_sequences + segment, [ROWS, HEAD_DIM], DTYPE)
-                tlx.async_descriptor_store(o_desc, o_bufs[half], [my_first, head * HEAD_DIM])
+            store_rows(
+                table, all_out, 3 * num_sequences + segment, o_bufs[half], q_start, my_first, n_q, head * HEAD_DIM,
+                DTYPE, HEAD_DIM,
+            )  # fmt: skip
         else:
             if end > begin:
                 q_buf, q_phase = ring(q_count, STAGES_Q)
