@@ -341,14 +341,8 @@ def _consume(
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, True,
                         False,
                     )  # fmt: skip
-                if HAS_LEFT or HAS_RIGHT:
-                    dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, free_begin, free_end, freeing, end, tile_count, seeing, first_rows, width,
-                        score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
-                        delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
-                        DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, False,
-                    )  # fmt: skip
-                else:
+                full_end = free_begin
+                if not (HAS_LEFT or HAS_RIGHT):
                     full_end = tl.where(first + RECORD_ROWS <= n_kv, free_end, free_begin)
                     dk, dv, q_count = _gradient_pairs(
                         dk, dv, q_count, free_begin, full_end, freeing, end, tile_count, seeing, first_rows, width,
@@ -356,12 +350,12 @@ def _consume(
                         delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
                         DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, True,
                     )  # fmt: skip
-                    dk, dv, q_count = _gradient_pairs(
-                        dk, dv, q_count, full_end, free_end, freeing, end, tile_count, seeing, first_rows, width,
-                        score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
-                        delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
-                        DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, False,
-                    )  # fmt: skip
+                dk, dv, q_count = _gradient_pairs(
+                    dk, dv, q_count, full_end, free_end, freeing, end, tile_count, seeing, first_rows, width,
+                    score_scale, dq_desc, scratch, k_bufs, v_bufs, q_bufs, do_bufs, lse_bufs,
+                    delta_bufs, ds_bufs, dq_bufs[0], k_free, v_full, v_free, q_full, q_free, do_full, do_free, half,
+                    DTYPE, HEAD_DIM, STAGES_K, STAGES_Q, EARLY_DV, SHARED_QUERY, HAS_LEFT, HAS_RIGHT, False, False,
+                )  # fmt: skip
                 if HAS_LEFT:
                     dk, dv, q_count = _gradient_pairs(
                         dk, dv, q_count, free_end, paired, freeing, end, tile_count, seeing, first_rows,
