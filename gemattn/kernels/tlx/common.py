@@ -6,8 +6,6 @@ Row and column numbers count from the start of their sequence. ``shift = n_kv - 
 import triton
 import triton.language as tl
 
-from gemattn.kernels.tlx._tlx import read_descriptor, tlx
-
 RECORD_ROWS: tl.constexpr = tl.constexpr(128)  # schedule.BLOCK
 ROWS: tl.constexpr = tl.constexpr(64)  # of one consumer
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -59,23 +57,6 @@ def clear_rows(ptr, first, end, heads, head, HEAD_DIM: tl.constexpr):
         rows = first + step + tl.arange(0, STEP)
         zeros = tl.zeros([STEP, HEAD_DIM], ptr.dtype.element_ty)
         tl.store(ptr + (rows * (heads * HEAD_DIM))[:, None] + columns[None, :], zeros, mask=(rows < end)[:, None])
-
-
-@triton.jit
-def store_rows(table, all_rows, slot, buf, start, row, n_rows, column, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows [row, row + ROWS) of a sequence, which begins at row `start`, as far as its `n_rows` reach, from a buffer.
-
-    `all_rows` describes the rows of all sequences. Only where some of these are not the sequence's is its own
-    descriptor, in `slot`, needed: to acquire it takes a while. The fence is in both branches, as the compiler adds one
-    of its own to a branch that has none.
-    """
-    if row + ROWS <= n_rows:
-        tlx.fence("async_shared")
-        tlx.async_descriptor_store(all_rows, buf, [(start + row).to(tl.int32), column])
-    else:
-        tlx.fence("async_shared")
-        own_rows = read_descriptor(table, slot, [ROWS, HEAD_DIM], DTYPE)
-        tlx.async_descriptor_store(own_rows, buf, [row, column])
 
 
 @triton.jit

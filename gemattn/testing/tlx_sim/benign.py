@@ -44,18 +44,11 @@ BENIGN = (
         ("barrier_wait(do_free[buf], phase ^ 1): remove",),
     ),
     Benign(
-        "backward_key.py",
-        "_skip_blocks",
-        "The other consumer waits for the same copy before it frees the block, and no block's do is waited for before "
-        "its q, which comes into a buffer that both have freed.",
-        ("barrier_wait(do_full[buf], phase): remove",),
-    ),
-    Benign(
-        "backward_query.py",
-        "_skip_blocks",
-        "The other consumer waits for the same copy before it frees the block, and no block's values are waited for "
-        "before its keys, which come into a buffer that both have freed.",
-        ("barrier_wait(v_full[buf], phase): remove",),
+        "buffers.py",
+        "skip_blocks",
+        "The other consumer waits for the same copy before it frees the block, and no block's second tensor is waited "
+        "for before its first, which comes into a buffer that both have freed.",
+        ("barrier_wait(second_full[buf], phase): remove",),
     ),
     Benign(
         "backward_query.py",

@@ -27,9 +27,9 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
-    store_rows,
 )
 from gemattn.kernels.tlx.hopper.backward_scratch import SCRATCH_COLUMNS, in_register_order, is_walked, scratch_block
+from gemattn.kernels.tlx.hopper.buffers import store_rows
 
 # Named barriers; each is of 2 x 128 threads, and the next id is for the block or tile of the other consumer.
 _DS_READY: tl.constexpr = tl.constexpr(9)

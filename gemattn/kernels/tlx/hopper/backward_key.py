@@ -19,9 +19,9 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
-    store_rows,
     tile_range,
 )
+from gemattn.kernels.tlx.hopper.buffers import skip_blocks, store_rows
 
 
 @triton.jit
@@ -87,22 +87,6 @@ def _produce(
         first_key = next_first_key
         n_kv = next_n_kv
         n_q = next_n_q
-
-
-@triton.jit
-def _skip_blocks(q_count, blocks, q_full, q_free, do_full, do_free, STAGES_Q: tl.constexpr):
-    """Blocks whose rows see none of this consumer's keys.
-
-    Freed only once they are in: an arrival before would count for the block that was in the buffer before.
-    """
-    for _step in tl.range(0, blocks):
-        buf, phase = ring(q_count, STAGES_Q)
-        tlx.barrier_wait(q_full[buf], phase)
-        tlx.barrier_wait(do_full[buf], phase)
-        tlx.barrier_arrive(do_free[buf], 1)
-        tlx.barrier_arrive(q_free[buf], 1)
-        q_count += 1
-    return q_count
 
 
 @triton.jit
@@ -192,7 +176,7 @@ def _consume(
             before = 2 * ((tile_count + STAGES_KV - 1) % STAGES_KV) + half
             tlx.barrier_arrive(kv_free[before], 1, pred=tile_count > 0)
             tile_count += 1
-            q_count = _skip_blocks(q_count, my_begin - begin, q_full, q_free, do_full, do_free, STAGES_Q)
+            q_count = skip_blocks(q_count, my_begin - begin, q_full, q_free, do_full, do_free, STAGES_Q)
             if HAS_RIGHT:
                 dk, dv, q_count = _gradient_blocks(
                     dk, dv, q_count, my_begin, my_free_begin, keys, shift, window_left, window_right, score_scale,
@@ -211,7 +195,7 @@ def _consume(
                     DTYPE, STAGES_Q, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
             if HAS_LEFT:
-                q_count = _skip_blocks(q_count, end - my_end, q_full, q_free, do_full, do_free, STAGES_Q)
+                q_count = skip_blocks(q_count, end - my_end, q_full, q_free, do_full, do_free, STAGES_Q)
             # Through the buffers of this consumer's own keys and values, which no one else reads.
             tlx.local_store(dv_bufs[slot], dv.to(DTYPE))
             tlx.local_store(dk_bufs[slot], (dk * scale).to(DTYPE))

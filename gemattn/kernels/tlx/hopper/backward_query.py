@@ -18,9 +18,9 @@ from gemattn.kernels.tlx.common import (
     read_tile,
     ring,
     stat_block,
-    store_rows,
     tile_range,
 )
+from gemattn.kernels.tlx.hopper.buffers import skip_blocks, store_rows
 
 
 @triton.jit
@@ -38,22 +38,6 @@ def _stream_keys(
         tlx.barrier_wait(v_free[buf], phase ^ 1)
         tlx.barrier_expect_bytes(v_full[buf], BLOCK_N * HEAD_DIM * 2)
         tlx.async_descriptor_load(v_desc, v_bufs[buf], [row, v_column], v_full[buf])
-        kv_count += 1
-    return kv_count
-
-
-@triton.jit
-def _skip_blocks(kv_count, blocks, k_full, k_free, v_full, v_free, STAGES_KV: tl.constexpr):
-    """Blocks of which this consumer's rows see nothing.
-
-    Freed only once they are in: an arrival before would count for the block that was in the buffer before.
-    """
-    for _step in tl.range(0, blocks):
-        buf, phase = ring(kv_count, STAGES_KV)
-        tlx.barrier_wait(k_full[buf], phase)
-        tlx.barrier_wait(v_full[buf], phase)
-        tlx.barrier_arrive(v_free[buf], 1)
-        tlx.barrier_arrive(k_free[buf], 1)
         kv_count += 1
     return kv_count
 
@@ -291,7 +275,7 @@ def _consume(
                 HAS_RIGHT,
             )  # fmt: skip
             takes_part = (my_first < n_q) & (my_end > my_begin)
-            kv_count = _skip_blocks(
+            kv_count = skip_blocks(
                 kv_count, end - tl.where(takes_part, my_end, begin), k_full, k_free, v_full, v_free, STAGES_KV
             )
             buf, phase = ring(q_count, STAGES_Q)
@@ -306,7 +290,7 @@ def _consume(
                     v_full, v_free, DTYPE, HEAD_DIM, BLOCK_N, STAGES_KV, HAS_DLSE, HAS_LEFT, HAS_RIGHT, HALF,
                 )  # fmt: skip
                 if HAS_LEFT:
-                    kv_count = _skip_blocks(kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV)
+                    kv_count = skip_blocks(kv_count, my_begin - begin, k_full, k_free, v_full, v_free, STAGES_KV)
                 tlx.local_store(o_bufs[half], tl.where(sees_key[:, None], dq * scale, 0.0).to(DTYPE))
             else:
                 tlx.barrier_arrive(q_free[slot], 1)

@@ -20,9 +20,9 @@ from gemattn.kernels.tlx.common import (
     key_blocks,
     read_tile,
     ring,
-    store_rows,
     tile_range,
 )
+from gemattn.kernels.tlx.hopper.buffers import store_rows
 
 # Named barriers, each of 2 x 128 threads: products may be issued by the first consumer, and by the second.
 _TURN: tl.constexpr = tl.constexpr(9)
