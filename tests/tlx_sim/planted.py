@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gemattn.kernels.tlx._tlx import descriptor_slot, read_descriptor
+
 
 @triton.jit
 def copy_kernel(
@@ -185,3 +187,26 @@ def overtaking_kernel(target, WAIT: tl.constexpr):
         )
     tlx.async_descriptor_store(target, bufs[0], [0, 0], store_reduce="add")
     tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def write_table_kernel(table, source):
+    """A descriptor of `source` (16 x 64 float32) in a table."""
+    tlx.make_tensor_descriptor(
+        desc_ptr=descriptor_slot(table, 0), base=source, shape=[16, 64], strides=[64, 1], block_shape=[16, 64]
+    )
+
+
+@triton.jit
+def read_table_kernel(table, out_ptr, ACQUIRE: tl.constexpr):
+    """Loads by the descriptor that an earlier kernel wrote."""
+    bufs = tlx.local_alloc((16, 64), tl.float32, 1)
+    full = tlx.alloc_barriers(1)
+    if ACQUIRE:
+        desc = read_descriptor(table, 0, [16, 64], tl.float32)
+    else:
+        desc = tlx.reinterpret_tensor_descriptor(descriptor_slot(table, 0), [16, 64], tl.float32)
+    tlx.barrier_expect_bytes(full[0], 16 * 64 * 4)
+    tlx.async_descriptor_load(desc, bufs[0], [0, 0], full[0])
+    tlx.barrier_wait(full[0], 0)
+    tl.store(out_ptr + tl.arange(0, 16)[:, None] * 64 + tl.arange(0, 64)[None, :], tlx.local_load(bufs[0]))

@@ -132,6 +132,17 @@ def test_clusters(fence, sync):
         assert run.report.races
 
 
+@pytest.mark.parametrize("acquire", [True, False])
+def test_a_descriptor_of_an_earlier_kernel_needs_an_acquire(acquire):
+    source, out, table = torch.randn(16, 64), torch.zeros(16, 64), torch.zeros(256, dtype=torch.int8)
+    table = table[-table.data_ptr() % 128 :]
+    with tlx_sim.simulate(90) as run:
+        planted.write_table_kernel[(1,)](table, source, num_warps=4)
+        planted.read_table_kernel[(2,)](table, out, acquire, num_warps=4)
+    assert torch.equal(out, source)
+    assert [x.kind for x in run.report.findings] == ([] if acquire else ["missing fence"])
+
+
 @pytest.mark.parametrize("policy", ["random", "late", "early", "starve", "priority"])
 def test_a_seed_fixes_the_schedule(policy):
     first, again = (copy(seed=3, policy=policy)[0].statistics for _ in range(2))

@@ -49,14 +49,21 @@ class CopyBuilder(BarrierBuilder):
         slot, rest = (rest[0], rest[1:]) if isinstance(rest[0], Handle) else (None, rest)
         descriptor = super().create_make_tensor_descriptor(base, shape, strides, *rest)
         if slot is not None:
-            self.machine.descriptors.put(int(scalar(slot)), descriptor)
+            number = self.machine.descriptors.put(int(scalar(slot)), descriptor)
+            self.machine.program.descriptors.add(number)  # Triton adds the fence for the program itself
         return descriptor
 
     def create_tensormap_fenceproxy_acquire(self, slot):
-        """Descriptors are read anew every time."""
+        self.machine.program.descriptors.add(self.machine.descriptors.number(int(scalar(slot))))
 
     def create_reinterpret_tensor_descriptor(self, slot, block):
-        descriptor = self.machine.descriptors.get(int(scalar(slot)))
+        machine, address = self.machine, int(scalar(slot))
+        descriptor = machine.descriptors.get(address)
+        if machine.descriptors.number(address) not in machine.program.descriptors:
+            place = machine.here()
+            machine.report.add(
+                "missing fence", f"a descriptor of an earlier kernel is read at {place} without an acquire", (place,)
+            )
         wanted = [int(scalar(n)) for n in block.shape]
         if list(descriptor.block_shape) != wanted or descriptor.base.dtype.element_ty != block.element_ty:
             made = f"{list(descriptor.block_shape)} of {descriptor.base.dtype.element_ty}"
@@ -157,6 +164,9 @@ class CopyBuilder(BarrierBuilder):
         machine.settle(machine.engine("bulk store"), int(scalar(outstanding)), "async_descriptor_store_wait")
 
     def create_inline_asm(self, text, constraints, values, types, pure, pack):
+        if "fence.proxy.tensormap::generic.acquire" in text:
+            self.create_tensormap_fenceproxy_acquire(values[0])
+            return InlineResult(Handle(np.zeros(1, np.int32), tl.int32))
         waited = re.search(r"cp\.async\.bulk\.wait_group(\.read)? (\d+)", text)
         if waited is None:
             return super().create_inline_asm(text, constraints, values, types, pure, pack)

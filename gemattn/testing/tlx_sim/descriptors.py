@@ -20,18 +20,23 @@ class DescriptorTable:
         self._numbers = itertools.count(1)
         self._scratch: list[Any] = []
 
-    def put(self, address: int, descriptor: Any) -> None:
-        """Write a descriptor to memory."""
+    def put(self, address: int, descriptor: Any) -> int:
+        """Write a descriptor to memory; its number."""
         number = next(self._numbers)
         self._made[number] = descriptor
         ctypes.memmove(address, struct.pack("<QQ", _MARK, number) + bytes(_BYTES - 16), _BYTES)
+        return number
 
-    def get(self, address: int) -> Any:
-        """Read a descriptor from memory."""
+    def number(self, address: int) -> int:
+        """The number of the descriptor at an address."""
         mark, number = struct.unpack("<QQ", ctypes.string_at(address, 16))
         if mark != _MARK or number not in self._made:
             raise ValueError(f"the slot at address {address:#x} holds no descriptor")
-        return self._made[number]
+        return int(number)
+
+    def get(self, address: int) -> Any:
+        """Read a descriptor from memory."""
+        return self._made[self.number(address)]
 
     def scratch(self, size: int, alignment: int) -> int:
         """The address of fresh memory."""

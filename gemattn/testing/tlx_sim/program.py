@@ -21,6 +21,8 @@ class Program:
     memory: Memory = field(default_factory=Memory)
     allocations: list[Buffers | list[Barrier]] = field(default_factory=list)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
+    descriptors: set[int] = field(default_factory=set)
+    """The numbers of those in global memory that its copy engine surely sees as they are."""
     meetings: int = 0
     """How many times it has come to a meeting of the cluster."""
     known_at: dict[int, list[tuple[Clock, Clock]]] = field(default_factory=dict)
